@@ -3,7 +3,7 @@
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,54 +22,76 @@ from megatron_pg import (
 from megatron_pg.cli import main as cli
 from megatron_pg.step.batch import pack
 from tests.fast.one_step import PLAIN_SUM, loss_of, reported
+from tests.fast.refusals import assert_refused
 from tests.random_steps import uneven_totals
-
-
-def test_denominators_of_weights_without_weights_are_refused() -> None:
-    config = PolicyLossConfig(policy_loss="sft", loss_weight_denominator="weights")
-    batch, log_probs = pack([sample(None)]), torch.zeros(3)
-    with pytest.raises(ValueError, match="weights requires loss_weights, which no sample"):
-        loss_of(config, batch, log_probs)
-    # Of a step where others have them its tokens weigh 1.
-    loss_of(config, batch, log_probs, totals=uneven_totals([sample(None), sample([2.0, 2.0, 0.0])]))
-    line = "--loss-weight-denominator weights --policy-loss sft"
-    parser = add_policy_loss_args(argparse.ArgumentParser())
-    validate_policy_loss_args(parser.parse_args(line.split()), sample_fields=["loss_weights"])
-    with pytest.raises(ValueError, match="loss_weights for --loss-weight-denominator weights"):
-        validate_policy_loss_args(parser.parse_args(line.split()), sample_fields=[])
-
-
-ICEPOP = {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.8, "tis_clip": 1.25}
-
-
-def test_samples_that_were_marked_under_another_denominator_are_refused() -> None:
-    def config(denominator: str) -> PolicyLossConfig:
-        return PolicyLossConfig(
-            **ICEPOP, rejection_denominator="accepted", loss_weight_denominator=denominator
-        )
-
-    log_probs: dict[str, Any] = dict.fromkeys(("old_log_probs", "rollout_log_probs"), [-1.0] * 3)
-    samples = accepted_samples(config("mask"), [sample([0.5, 2.0, 1.0], **log_probs)])
-    assert samples[0].accepted_size == 2.0
-    words = "row 7 has an accepted_size for a different --loss-weight-denominator"
-    with pytest.raises(ValueError, match=words):
-        loss_of(config("weights"), pack(samples), torch.zeros(3))
-    loss_of(config("mask"), pack(samples), torch.zeros(3))
 
 
 def sample(weights: object, mask: Sequence[int] = (1, 1, 0), **fields: object) -> Sample:
     return Sample([5, 1, 2, 3], 3, list(mask), name="row 7", loss_weights=weights, **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("weights", "words"), [
-    ([1.0, -0.5, 1.0], r"\[1\] is -0.5 at an active token"),
-    ([1.0, 1.0], r" has 2 values, expected one per response token \(3\)"),
-    (0.5, " has shape"),
-    (["x"], " is not a sequence of numbers"),
-])  # fmt: skip
-def test_bad_weights_are_refused_by_sample_and_position(weights: object, words: str) -> None:
-    with pytest.raises(ValueError, match=f"row 7: loss_weights{words}"):
-        sample(weights)
+WEIGHTED = PolicyLossConfig(policy_loss="sft", loss_weight_denominator="weights")
+
+
+def settings_for(sample_fields: Sequence[str]) -> None:
+    parser = add_policy_loss_args(argparse.ArgumentParser())
+    line = "--loss-weight-denominator weights --policy-loss sft"
+    validate_policy_loss_args(parser.parse_args(line.split()), sample_fields=sample_fields)
+
+
+def loss_of_marked(denominator: str) -> None:
+    """Mark the accepted tokens under `mask`, and compute the loss under a denominator."""
+
+    def config(denominator: str) -> PolicyLossConfig:
+        return PolicyLossConfig(
+            use_tis=True,
+            tis_mode="mask",
+            tis_clip_low=0.8,
+            tis_clip=1.25,
+            rejection_denominator="accepted",
+            loss_weight_denominator=denominator,
+        )
+
+    log_probs: dict[str, Any] = dict.fromkeys(("old_log_probs", "rollout_log_probs"), [-1.0] * 3)
+    samples = accepted_samples(config("mask"), [sample([0.5, 2.0, 1.0], **log_probs)])
+    assert samples[0].accepted_size == 2.0
+    loss_of(config(denominator), pack(samples), torch.zeros(3))
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "weights requires loss_weights, which no sample": lambda: loss_of(
+        WEIGHTED, pack([sample(None)]), torch.zeros(3)
+    ),
+    "requires loss_weights, which no sample of the step has": lambda: uneven_totals(
+        [sample(None)]
+    ).counted_in("weights"),
+    "loss_weights for --loss-weight-denominator weights": lambda: settings_for([]),
+    "row 7 has an accepted_size for a different --loss-weight-denominator": lambda: loss_of_marked(
+        "weights"
+    ),
+    "ignores --loss-weight-denominator weights": lambda: PolicyLossConfig(
+        **PLAIN_SUM, loss_weight_denominator="weights"
+    ),
+    "row 7: loss_weights[1] is -0.5 at an active token": lambda: sample([1.0, -0.5, 1.0]),
+    "row 7: loss_weights has 2 values, expected one per response token (3)": lambda: sample(
+        [1.0, 1.0]
+    ),
+    "row 7: loss_weights has shape": lambda: sample(0.5),
+    "row 7: loss_weights is not a sequence of numbers": lambda: sample(["x"]),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_weights_that_do_not_fit_are_refused(words: str) -> None:
+    assert_refused(words, REFUSED[words])
+
+
+def test_weights_that_fit_are_taken() -> None:
+    """Of a step where others have them, the tokens of a sample without them weigh 1."""
+    totals = uneven_totals([sample(None), sample([2.0, 2.0, 0.0])])
+    loss_of(WEIGHTED, pack([sample(None)]), torch.zeros(3), totals=totals)
+    settings_for(["loss_weights"])
+    loss_of_marked("mask")
 
 
 def test_weights_at_masked_tokens_may_be_anything() -> None:
@@ -96,8 +118,6 @@ def test_the_plan_counts_weights() -> None:
     by_weight = totals.counted_in("weights")
     assert by_weight.num_active_tokens == 7.5
     assert by_weight.rollout_denominators(samples).tolist() == [5.5, 5.5, 2.0]
-    with pytest.raises(ValueError, match="requires loss_weights, which no sample of the step has"):
-        uneven_totals(samples[2:]).counted_in("weights")
 
 
 def test_a_custom_reducer_sums_weighted_losses() -> None:
@@ -105,8 +125,6 @@ def test_a_custom_reducer_sums_weighted_losses() -> None:
     batch = pack([sample([1.0, 0.5, 0.0])])
     loss, _ = loss_of(config, batch, torch.tensor([-1.0, -4.0, -9.0]))
     assert loss.item() == 1.0 * 1.0 + 0.5 * 4.0
-    with pytest.raises(ValueError, match="ignores --loss-weight-denominator weights"):
-        PolicyLossConfig(**PLAIN_SUM, loss_weight_denominator="weights")
 
 
 def rollout_file(folder: Path, *weights: object) -> Path:

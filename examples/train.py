@@ -172,7 +172,7 @@ class Run:
         reported: list[Any] = []
 
         def run_schedule(**_: Any) -> list[Any]:
-            reported.extend(run_micro_batches(step.head, batches, model))
+            reported.extend(run_micro_batches(mendable()(step.head), batches, model))
             return []  # Megatron would average its entries
 
         self._microbatches.plan(plan.num_microbatches)

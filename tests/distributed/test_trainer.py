@@ -5,7 +5,9 @@ never stopped.
 import argparse
 import errno
 import functools
+import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -271,6 +273,20 @@ def test_what_a_step_cannot_hold_ends_all_ranks_with_a_line(rollouts, tmp_path, 
     own = "--train-iters 9 --save-interval 9 --seq-length 12 "
     said = end_of(rollouts, tmp_path / "run", own + flags)
     assert [line for line in said.splitlines() if message in line and line.startswith("error: ")]
+
+
+def test_rollouts_of_a_newer_policy_end_all_ranks_with_a_line(tmp_path: Path) -> None:
+    lines = write_rollouts(tmp_path / "rollouts.jsonl", 24).read_text().splitlines()
+    newer = [
+        row | {"policy_version": 7, "rollout_log_probs": row["log_probs"]}
+        for row in map(json.loads, lines)
+    ]
+    path = tmp_path / "newer.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in newer))
+    said = end_of(path, tmp_path / "run", f"{STEPS}--old-log-probs interpolated")
+    assert re.search(
+        "(?m)^error: .*policy_version.* is 7, newer than the step.s policy_version 0", said
+    )
 
 
 ROWS, DISK = "megatron_pg.rollout_files.source.open_rows", OSError(errno.EIO, "Input/output error")

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_pg import CriticConfig, PackedBatch, accepted_samples, pack
 from megatron_pg.critic.value_step import ValueStep
 from megatron_pg.megatron import ParallelGroups, PolicyStep
+from megatron_pg.megatron.groups import unwrapped
 from megatron_pg.megatron.output_layer import take_output_processor
 from megatron_pg.megatron.policy_step import MicroBatchHead
 from megatron_pg.megatron.schedule import run_micro_batches
@@ -39,6 +40,16 @@ def build(sharding: Sharding, options: ModelOptions) -> list[DistributedDataPara
     chunks = build_model(sharding, options)
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
     return chunks
+
+
+def build_changed(
+    sharding: Sharding, options: ModelOptions, change: Callable[[Any], None]
+) -> list[DistributedDataParallel]:
+    """As `build`, of models that are changed before DDP holds their parameters."""
+    chunks = build(sharding, options)
+    for chunk in chunks:
+        change(unwrapped(chunk))
+    return [DistributedDataParallel(c.config, c.ddp_config, c.module) for c in chunks]
 
 
 def fused_heads(*sizes: int) -> list[Head]:

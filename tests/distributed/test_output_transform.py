@@ -15,14 +15,13 @@ from megatron_pg import PolicyLossConfig, pack
 from megatron_pg.integrations.fused_head import OutputFactors, leave_out_logits
 from megatron_pg.megatron import compute_hidden_states, compute_log_probs
 from megatron_pg.megatron.fused_head import FusedHead
-from megatron_pg.megatron.groups import unwrapped
 from megatron_pg.megatron.policy_step import model_inputs
 from tests.random_steps import package_samples
 
 from .compare import compare, gradient_tolerance
 from .launch import refusal, run_ranks
 from .models import ModelOptions, Sharding
-from .one_step import Outcome, build, fused_heads, train_step
+from .one_step import Outcome, build, build_changed, fused_heads, train_step
 from .steps import Run
 
 DENSE = ModelOptions(dtype=torch.float64)
@@ -184,8 +183,7 @@ def refusals(options: ModelOptions) -> dict[str, tuple[str, str, bool]]:
     """By case what a step and a scoring say, and whether the model still computes as before."""
     said = {}
     for name, (change, _) in REFUSED.items():
-        chunks = build(Sharding(), options)
-        change(unwrapped(chunks[0]).output_layer)
+        chunks = build_changed(Sharding(), options, lambda model: change(model.output_layer))  # noqa: B023
         config = PolicyLossConfig(fused_lm_head=True)
         samples = package_samples(RUN.samples)
         score = functools.partial(compute_log_probs, chunks, samples, max_tokens_per_microbatch=64)

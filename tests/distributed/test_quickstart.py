@@ -27,7 +27,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "DEPRECATED" not in done.stdout + done.stderr
-    assert re.search(r"24 steps, reward 0\.\d\d -> 0\.\d\d .*, held-out 0\.\d\d -> 0", done.stdout)
+    assert re.search(r"24 steps, held-out score 0\.\d\d -> 0", done.stdout)
     assert (
         len(re.findall(r"^    '\w+ -> .*  reward [01]'$", done.stdout, re.MULTILINE))
         == 2 * 6 + 2 * 4

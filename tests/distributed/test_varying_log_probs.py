@@ -18,7 +18,7 @@ from tests.random_steps import package_samples, uneven_totals
 
 from .launch import refusal, run_ranks
 from .models import ModelOptions, Sharding, check_options, initialize_groups, transformer_config
-from .one_step import build
+from .one_step import build, build_changed
 from .steps import NUM_EXPERTS, TOPK
 from .test_compute_log_probs import SAMPLES, Setting, kl_of_first_step, score
 
@@ -126,8 +126,7 @@ def of_varying_models() -> list[tuple[list[str], float]]:
     """What is said of each model, and the KL of its first step from its own scores."""
     found = []
     for options, change in VARYING.values():
-        chunks = build(Sharding(), options)
-        change(unwrapped(chunks[0]))
+        chunks = build_changed(Sharding(), options, change)
         torch.manual_seed(1)
         said = refusals(chunks)
         scored, trained = Allowed(1.0, SCORED), Allowed(1.0, TRAINED)
@@ -145,8 +144,7 @@ def test_a_model_whose_log_probs_vary_is_refused_by_name() -> None:
 def of_steady_models() -> list[float]:
     found = []
     for options, change in STEADY:
-        chunks = build(Sharding(), options)
-        change(unwrapped(chunks[0]))
+        chunks = build_changed(Sharding(), options, change)
         scored, trained = Setting(1.0, SCORED), Setting(1.0, TRAINED)
         found.append(kl_of_first_step(chunks, Sharding(), scored, trained))
     return found

@@ -167,12 +167,14 @@ def _refuse_flags(args: Namespace, parser: Any) -> None:
     reasons = {name: reason for reason, names in IGNORED.items() for name in names.split()}
     for group in parser._action_groups:
         if group.title in OTHER_LOOPS:
-            reasons |= {action.dest: "another loop reads it" for action in group._group_actions}
+            reasons |= {
+                action.dest: "only Megatron's own loops read it" for action in group._group_actions
+            }
     flags = {action.dest: action.option_strings for action in parser._actions}
     for name, reason in reasons.items():
         if getattr(args, name, None) != parser.get_default(name):
             raise NotImplementedError(
-                f"{max(flags.get(name) or [name], key=len)}: {reason}. Drop it"
+                f"{max(flags.get(name) or [name], key=len)}: {reason}. Remove it"
             )
     given = {word.partition("=")[0] for word in parser.words}
     if twice := given & {word for word in parser.presets if word.startswith("--")}:
@@ -213,12 +215,12 @@ def _settle(args: Namespace) -> None:
 def _problems(args: Namespace) -> Iterator[str]:
     if bool(args.rollout_files) == bool(args.task):
         yield "give either --rollout-files or --task"
-    needed = {"vocab_size": "larger than every token id", "train_iters": "largest number of steps"}
+    needed = {"vocab_size": "above every token id", "train_iters": "the largest number of steps"}
     if not args.task:
-        needed["docs_per_step"] = "rollouts per step"
+        needed["docs_per_step"] = "the number of rollouts per step"
     for name, meaning in needed.items():
         if not getattr(args, name):
-            yield f"{flag_of(name)} is missing: {meaning}"
+            yield f"add {flag_of(name)}, {meaning}"
     for name, (least, _, _) in COUNTS.items():
         if (value := getattr(args, name)) < least:
             yield f"{flag_of(name)} is {value}: give {least} or more"

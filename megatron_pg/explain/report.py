@@ -190,8 +190,8 @@ def _warnings_of_flags(step: ExplainedStep, options: ExplainOptions) -> Iterator
     for field, count in missing.items():
         yield (
             f"{count} of {len(step.samples)} samples have no {field}, required by "
-            f"{' and '.join(flags[field])}. They count here. If training reads it from the files, "
-            "it stops at the row, or skips the row with --on-bad-row skip."
+            f"{' and '.join(flags[field])}. The weights do not depend on it. A training script "
+            "that does not compute it stops at the row, or skips it with --on-bad-row skip."
         )
     planning, data_size = options.planning, options.data_parallel_size
     wanted = planning.docs_per_step

@@ -32,11 +32,13 @@ def print_report(step: ExplainedStep, report: Report, options: ExplainOptions) -
         )
     if terms := report["regularizers"]:
         relative = terms["relative_coefficient"]
+        least, most = f"{min(relative):.3g}", f"{max(relative):.3g}"
+        size = least if least == most else f"{least} to {most}"
         notes.append(
             f"KL and entropy terms: {terms['aggregation']} (--regularizer-aggregation "
             f"{options.config.regularizer_aggregation}). "
-            f"Relative to the policy loss, a token's coefficient in them is {min(relative):.3g} to "
-            f"{max(relative):.3g} times as large"
+            "Before --kl-loss-coef and --entropy-coef, a token's weight in them is "
+            f"{size} times its weight in the policy loss"
         )
     if options.unused_flags:
         notes.append(f"not used: {' '.join(options.unused_flags)}")

@@ -61,8 +61,8 @@ def rollout_share(batch: PackedBatch, policy_version: int | None) -> Tensor:
         )
         is_newer = sample.loss_mask & (versions > policy_version)
         problem = (
-            f", newer than the step's policy_version {policy_version}. Count both in optimizer "
-            f"steps ({flag})."
+            f", newer than the step's policy_version {policy_version}. Both must count the "
+            f"optimizer steps of the same run ({flag})."
         )
         refuse_values(f"{sample.name}: policy_version", versions, is_newer, problem)
     versions_of_window: Any = batch.policy_version  # a required field

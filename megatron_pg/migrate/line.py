@@ -41,13 +41,14 @@ def read(path: Path | None, words: Sequence[str], name: str | None = None) -> Li
     if path is None:
         return _line(read_line(words), None, name)
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: give a YAML, or `--` and the launch line")
+        raise ValueError(f"{path} does not exist: give a YAML file, or `--` and the launch line")
     if path.suffix not in YAML:
-        paste = PASTE.get(path.suffix, "give a YAML, or paste the command line")
-        raise ValueError(f"{path} is not a YAML: {paste} after `--`")
+        paste = PASTE.get(path.suffix, "give a YAML file, or paste the command line")
+        raise ValueError(f"{path} is not a YAML file: {paste} after `--`")
     if words:
         raise ValueError(
-            f"{path} is a YAML: drop the words after `--`, or give only the line that names it"
+            f"{path} is a YAML file: remove the words after `--`, or give only the launch line "
+            "that names it"
         )
     return _line(read_yaml(path), path, name)
 
@@ -65,11 +66,12 @@ def trainer_of(launch: Launch, path: Path | None = None) -> TrainerTable:
             answer = f"migrate does not read {name}: {other['answer']}"
             raise ValueError("\n  ".join([answer, *_words(other["words"], launch)]))
     names, keys = ", ".join(sorted(TRAINERS)), sorted(launch.keys)
-    among = ", ".join([*keys[:SHOWN], "..."] if keys[SHOWN:] else keys or ["nothing"])
+    among = ", ".join([*keys[:SHOWN], "..."] if keys[SHOWN:] else keys)
+    found = f" from the settings {among}" if keys else ", because no settings are given"
     unset = [f"\n  {unknown(word)}" for word in [*launch.open, *launch.unread]]
     raise ValueError(
-        f"no key identifies the trainer (found: {among}): give --trainer with "
-        f"one of {names}" + "".join(dict.fromkeys(unset))
+        f"cannot identify the trainer{found}. Add --trainer with one of {names}"
+        + "".join(dict.fromkeys(unset))
     )
 
 

@@ -11,7 +11,7 @@ from megatron_pg.migrate.line import Line
 from megatron_pg.migrate.rows import Settings, Term, TrainerTable, holds, shown, with_terms
 from megatron_pg.step.totals import BareSample, step_totals
 
-OLD = "give each sample the old_log_probs of the policy before the first step"
+OLD = "compute old_log_probs for the whole batch before its first step"
 SETTINGS = re.compile(r".*<settings>.*\n")
 """A recipe's line with the file of this package's settings in slime and miles."""
 OTHERS = {"token_sum": "sum m x", "unknown": "not known here"}
@@ -58,7 +58,7 @@ def effective(term: Term, policy: Term, lengths: Sequence[int], group_size: int)
     if "unknown" in (term.aggregation, policy.aggregation):
         return "not known"
     if term.weighing == policy.weighing:
-        return f"{coefficient:g} on every token"
+        return f"{coefficient:g} for every token"
     both = (policy, term)
     divisors = [f"{t.divisor:g}" if t.divisor else divisor_per_rollout(t.aggregation) for t in both]
     text = f"{coefficient:g} * {' / '.join(divisors)}"
@@ -98,15 +98,19 @@ def lines(line: Line, options: Any) -> list[str]:
         found.append(f"  {term.name:<12} {shown if term.coefficient else 'none'}")
     for term in active:
         ratio = effective(term, policy, options.lengths, options.group_size)
-        found.append(f"  {term.name} : policy loss is {ratio}")
+        found.append(f"  {term.name} relative to the policy loss: {ratio}")
     limits = trainer.limits(given, terms)
     for term in active:
         if term.weighing != policy.weighing:
             two = f"{term.name} is {term.aggregation}, the policy loss {policy.aggregation}"
             limits.append(f"{two}: their ratio is not the coefficient (see above).")
-    limits = [*limits, *line.notes] or ["no known error"]
-    found += ["", "Where it is off", *(f"  - {limit}" for limit in limits)]
+    limits += line.notes
+    shown_limits = limits or ["no known error"]
+    found += ["", "Where it is off", *(f"  - {limit}" for limit in shown_limits)]
     exact = recipe(line, terms, mode, divisor)
+    is_wanted = mode == policy.aggregation and divisor == policy.divisor
+    if is_wanted and not limits and "no lines" not in exact:
+        exact += "\n(not needed: the launch line has no known error)"
     found += ["", f"{mode} exactly, in {trainer.name}", *(f"  {s}" for s in exact.splitlines())]
     flags, missing, beside = here(trainer, given, terms, mode, divisor)
     if policy.aggregation not in AGGREGATIONS and not options.loss_aggregation:

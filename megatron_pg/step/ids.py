@@ -163,6 +163,7 @@ def _check_prompts(counts: StepCounts) -> None:
         without = [rollout for rollout, shared in zip(members, common, strict=True) if not shared]
         if without:
             exception = (
+                "If a rollout has several samples, give them the same rollout_id. "
                 "If the environment varies the prompt within a group, add "
                 "--allow-different-prompts-in-group."
             )

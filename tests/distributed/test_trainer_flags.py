@@ -22,8 +22,8 @@ GIVEN = f"{FLAGS}{MODEL}--train-iters 6 --rollout-files x.jsonl "
 
 REFUSED = {
     "--train-data-path x": "--train-data-path: samples come from --rollout-files",
-    "--grpo-group-size 4": "--grpo-group-size: another loop reads it. Drop it",
-    "--perform-rl-step": "--perform-rl-step: another loop reads it",
+    "--grpo-group-size 4": "--grpo-group-size: only Megatron's own loops read it. Remove it",
+    "--perform-rl-step": "--perform-rl-step: only Megatron's own loops read it",
     "--global-batch-size 8": "--global-batch-size: a step holds --docs-per-step rollouts",
     "--micro-batch-size 4": "--micro-batch-size: a step holds --docs-per-step rollouts",
     "--train-samples 8": "--train-samples: steps are counted here, not samples",

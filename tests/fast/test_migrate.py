@@ -182,7 +182,7 @@ OFF = {
         "no divisor: refused unless MEGATRON_PG_LOSS_AGGREGATION_DIVISOR is set",
         "--loss-aggregation-divisor <L>",
     ),
-    f"{VERL} {NORM}": "else each micro-batch's longest response",
+    f"{VERL} {NORM}": "Otherwise it is each micro-batch's longest response",
     f"{VERL} {MODE}=kl_cov": "ranked within a micro-batch: the loss depends on packing",
     f"{VERL} {ADAPTIVE}": "by --kl-target 0.05 --kl-horizon 10000",
     # Of verl's per-token losses geo_mean alone passes over loss_agg_mode and the totals of the
@@ -255,7 +255,9 @@ BAD = {
     f"{NEMO_RL} loss_fn.ratio_clip_mx=0.3": "the nearest is loss_fn.ratio_clip_max",
     f"{VERL} +{ACTOR}policy_loss.tau_pos=2": f"the nearest is {ACTOR}tau_pos",
     f"{NEMO_RL} dpo.sft_loss_weight=1": "dpo.sft_loss_weight: unknown key of nemo-rl",
-    "python train.py": "no key identifies the trainer (found: nothing)",
+    "python -m verl.trainer.main_ppo actor.loss_agg_mode=x": f"the nearest is {ACTOR}loss_agg",
+    "python train.py --lr 1": "cannot identify the trainer from the settings --lr",
+    "python train.py": "cannot identify the trainer, because no settings are given",
     "": "give a file or, after `--`",
 }
 
@@ -337,7 +339,7 @@ def test_effective_coefficients_are_those_of_plain_loops(term: Term, policy: Ter
     expected = [0.001 * own / other for own, other in pairs]
     text = effective(term, policy, LENGTHS, GROUP_SIZE)
     if term == policy:
-        assert text == "0.001 on every token" and expected == pytest.approx([0.001] * len(LENGTHS))
+        assert text == "0.001 for every token" and expected == pytest.approx([0.001] * len(LENGTHS))
         return
     shown = [float(number) for number in text.split(" = ")[1].split(" for ")[0].split(", ")]
     assert shown == pytest.approx(expected, rel=5e-3)
@@ -385,7 +387,7 @@ def test_whose_line_it_is(line: str, run) -> None:
     if WHOSE[line] is not None:
         assert of_words(line).trainer.name == WHOSE[line]
         return
-    assert "give --trainer with one of" in run(line, code=2)
+    assert "Add --trainer with one of" in run(line, code=2)
     run("train.py --lr 1e-6", "--trainer slime")
 
 

@@ -44,11 +44,12 @@ FILES_BY_NAME = {
         "roll.yaml",
         "actor_train: {a: {}}\nratio_type: segment\n",
     ): "segment: --policy-loss gspo --sequence-unit turn",
-    ("run.py", "print()"): "run.py is not a YAML: paste the command line that it runs",
+    ("run.py", "print()"): "run.py is not a YAML file: paste the command line that it runs",
     (
         "run.sh",
         "python train.py --use-kl-loss",
-    ): "run.sh is not a YAML: paste the expanded command line (`bash -x` or `set -x` prints it)",
+    ): "run.sh is not a YAML file: paste the expanded command line (`bash -x` or `set -x` prints "
+    "it)",
 }
 LINES_BY_NAME = {
     "python open_instruct/grpo_fast.py --loss_denominator token": "loss_denominator=token: "
@@ -67,7 +68,7 @@ LINES_BY_NAME = {
     "uv run -m skyrl.train.entrypoints.main_base trainer.algorithm.x=1": "does not read SkyRL",
     "torchrun -m verl.trainer.sft_trainer data.x=1": "does not read verl's SFT, evaluation "
     "or generation",
-    "echo hello": "(found: nothing): give --trainer with one of miles",
+    "echo hello": "because no settings are given. Add --trainer with one of miles",
 }
 
 

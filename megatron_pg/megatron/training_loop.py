@@ -76,10 +76,11 @@ def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: 
             f"has {groups.context_size} ranks, and attention may read either: build the model with "
             f"TransformerConfig(context_parallel_size={groups.context_size})"
         )
+    if hasattr(chunk, "param_to_bucket_group"):
+        _require_held_parameters(chunk)
     if not getattr(chunk, "bucket_groups", None):  # not Megatron's DDP, or nothing to train
         return
     _require_wrapper(chunk, groups, num_microbatches)
-    _require_held_parameters(chunk)
 
 
 def _unreduced(chunk: Any, groups: ParallelGroups) -> str | None:

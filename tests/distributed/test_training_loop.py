@@ -2,6 +2,7 @@
 pass, on every rank.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.step_loss import step_loss
 from .compare import compare
 from .launch import RankError, refusal, run_ranks
 from .models import ModelOptions, Sharding, gather_gradients
-from .one_step import Outcome, build, run_schedule, train_step
+from .one_step import Outcome, build, build_changed, run_schedule, train_step
 from .reference import reference_steps
 from .steps import Run, ValueRun
 
@@ -171,23 +172,34 @@ def freeze_after_wrapping(chunk: Any) -> None:
     chunk.requires_grad_(False)
 
 
-UNTRAINED = {
-    "decoder.late became trainable after the model was wrapped": add_after_wrapping,
-    "the loss has no gradient": freeze_after_wrapping,
+def nothing(_: Any) -> None:
+    pass
+
+
+def freeze(model: Any) -> None:
+    model.requires_grad_(False)
+
+
+UNTRAINED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
+    "added": (nothing, add_after_wrapping, "decoder.late became trainable after the model was"),
+    "added to a frozen model": (freeze, add_after_wrapping, "decoder.late became trainable after"),
+    "frozen": (nothing, freeze_after_wrapping, "the loss has no gradient"),
 }
+"""Changes before and after DDP, and the words."""
 
 
-def refusal_after(change: Any) -> str:
+def refusal_of_untrained(name: str) -> str:
+    before, after, _ = UNTRAINED[name]
     loop = Loop()
-    chunks = build(loop.sharding, loop.options)
-    change(chunks[0])
+    chunks = build_changed(loop.sharding, loop.options, before)
+    after(chunks[0])
     return refusal(ValueError, run_schedule, chunks, loop.sharding, loop.run)
 
 
-@pytest.mark.parametrize("words", UNTRAINED)
-def test_parameters_that_would_not_be_trained_are_refused(words: str) -> None:
-    (found,) = run_ranks(refusal_after, 1, UNTRAINED[words])
-    assert words in found
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_parameters_that_would_not_be_trained_are_refused(name: str) -> None:
+    (found,) = run_ranks(refusal_of_untrained, 1, name)
+    assert UNTRAINED[name][2] in found
 
 
 def words_without_zeroing(loop: Loop, **added: Any) -> str:

@@ -13,11 +13,13 @@ if ! command -v chromium >/dev/null && command -v apt-get >/dev/null; then
 fi
 make_environment test
 export OMP_NUM_THREADS=1
-bash ci/lint.sh "$VENV_PYTHON"
+status=0 # a failed stage does not hide what the next ones find
+bash ci/lint.sh "$VENV_PYTHON" || status=1
 "$VENV_PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 50 \
-    tests/fast tests/distributed tests/package tests/site tests/trainers
+    tests/fast tests/distributed tests/package tests/site tests/trainers || status=1
 # The whole matrix. The tests only run its covering array.
-"$VENV_PYTHON" -m tests.distributed.matrix --all
+"$VENV_PYTHON" -m tests.distributed.matrix --all || status=1
 export MEGATRON="$OLDEST_MEGATRON"
 make_environment test
-"$VENV_PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/fast tests/distributed
+"$VENV_PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/fast tests/distributed || status=1
+exit $status

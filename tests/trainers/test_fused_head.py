@@ -134,7 +134,7 @@ def refusals() -> dict[str, str]:
         "instead of the model's output": refusal(
             RuntimeError, score, torch.zeros(1, 2, 1), label, one, calculate_entropy=True
         ),
-        "temperatures 0.7 to 0.9": refusal(
+        "temperatures from 0.7 to 0.9": refusal(
             NotImplementedError, score, output, label, two, calculate_entropy=True
         ),
         "calculate_sum_pi_squared": refusal(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_pg import PolicyLossConfig
 from megatron_pg.config.versions import has_hybrid_model
 
 from .trainer_run import start_script, succeed
@@ -51,4 +52,6 @@ def test_it_is_a_page_that_the_readme_shows() -> None:
     assert len(text.splitlines()) <= 110
     readme = (ROOT / "README.md").read_text()
     (shown,) = re.findall(r"^```py\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
-    assert textwrap.indent(shown, "    ") in text
+    names, loop = shown.split("\n\n", 1)
+    exec(names, {"PolicyLossConfig": PolicyLossConfig})
+    assert textwrap.indent(loop, "    ") in text

@@ -126,10 +126,11 @@ def second_chunk_is_not_divided_by_the_token_count(right, chunk, scaling):
 
 @breakage("DP2", fails="loss scale", passes="gradient")
 @around(schedules, "backward_step")
-def schedule_ignores_the_loss_scale(right, input_tensor, output_tensor, gradient, config):
+def schedule_ignores_the_loss_scale(right, *arguments):
+    config = arguments[-1]
     scale, config.grad_scale_func = config.grad_scale_func, None
     try:
-        return right(input_tensor, output_tensor, gradient, config)
+        return right(*arguments)
     finally:
         config.grad_scale_func = scale
 

@@ -135,13 +135,13 @@ def tied(pre_process, post_process, vp_stage=None, config=None, pg_collection=No
     return gpt_of(config_of(config), pre_process, post_process, vp_stage, **shared)
 
 
-class LowRank(torch.nn.Module):
+class LowRank(MegatronModule):
     """An adapter beside an MLP: whole on every tensor-parallel rank, which has a part of the tokens
     under sequence parallelism.
     """
 
     def __init__(self, config: Any, rank: int = 4) -> None:
-        super().__init__()
+        super().__init__(config)
         self.down = torch.nn.Parameter(torch.randn(rank, config.hidden_size) / 8)
         self.up = torch.nn.Parameter(torch.zeros(config.hidden_size, rank))
         for parameter in self.parameters():

@@ -17,6 +17,7 @@ from megatron_pg.check.compare import STEPS
 from megatron_pg.check.diagnosis import diagnoses
 from megatron_pg.check.job import CannotCheckError
 from megatron_pg.check.options import parse_options
+from megatron_pg.config import versions
 
 from .launch import run_ranks
 
@@ -58,6 +59,17 @@ def check_of(names: list[str], flags: str) -> list[Any]:
     return ranks[0]
 
 
+def is_known(name: str, flags: str) -> bool:
+    """True if the installed megatron-core builds the model, and is right about it."""
+    if name == "hybrid":
+        return versions.has_hybrid_model()
+    # Latent attention in torch layers. Experts at TP 2 are wrong before (pull request 5916).
+    is_recent = (
+        "latent" in name or name == "unreduced_router" or (name == "experts" and SP in flags)
+    )
+    return not is_recent or versions.megatron_core_version() >= (0, 19)
+
+
 SOUND = {
     SP: ["gpt", "adapter", "row_adapter", "experts"],
     TP2: ["capped_layer", "hybrid", "convolution", "repaired_latent", "lora"],
@@ -75,7 +87,7 @@ SOUND = {
     "flags", [pytest.param(each, marks=() if each == SP else pytest.mark.full) for each in SOUND]
 )
 def test_sound_models_pass(flags: str) -> None:
-    names = SOUND[flags]
+    names = [name for name in SOUND[flags] if is_known(name, flags)]
     for name, rows in zip(names, check_of(names, flags), strict=True):
         assert isinstance(rows, list) and all(passed for _, passed, _ in rows), (name, rows)
         assert [what for what, *_ in rows if what != "frozen"] == [*ROWS, "gradient"], name
@@ -124,6 +136,8 @@ IN_CI = ("unreduced_adapter", "unreduced_row_adapter", "leaking_attention")
 )
 def test_a_fault_is_found_and_named(name: str) -> None:
     flags, what, words = FAULTS[name]
+    if not is_known(name, flags):
+        pytest.skip("the model needs megatron-core 0.19")
     (rows,) = check_of([name], flags)
     assert isinstance(rows, list), rows
     failed = [(kind, said) for kind, passed, said in rows if not passed]

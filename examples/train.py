@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from trainer.arguments import parse_arguments
 from trainer.checkpoint import claim_save_folder, loading, restore_rollouts, saving
 from trainer.dry_run import print_plan
-from trainer.errors import RunError, agreed, mendable
+from trainer.errors import RunError, agreed, fixable
 from trainer.log import SHOWN_PROMPTS, RunLog, rollout_row
 from trainer.model import provide_model, start_megatron
 from trainer.rollouts import FileSteps, Scoring, layout_of, plan_of
@@ -69,7 +69,7 @@ class Run:
             model, *updates = training.setup_model_and_optimizer(
                 model_provider_func=provide_model, model_type=ModelType.encoder_or_decoder
             )
-            with mendable():
+            with fixable():
                 begun = args.load and checkpointing.checkpoint_exists(args.load)
                 if args.hf_model and not (begun or args.pretrained_checkpoint):
                     from trainer.hugging_face import load_hugging_face  # needs safetensors
@@ -98,7 +98,7 @@ class Run:
                     training.save_checkpoint_and_time(iteration, model, *updates, flops, {})
                     training.maybe_finalize_async_save(blocking=True, terminate=True)
             self._score_held_out(iteration)
-        with mendable():
+        with fixable():
             if args.save_hf:
                 from trainer.hugging_face import save_hugging_face
 
@@ -109,7 +109,7 @@ class Run:
         """Run Megatron's `train_step` (megatron.training.training) on the next rollouts."""
         model, optimizer, *_ = rest
         times, done = [time.monotonic()], named["iteration"]
-        with mendable():
+        with fixable():
             collected = self._rollouts.step(done)
             if collected is None:
                 self._is_exhausted = True
@@ -132,7 +132,7 @@ class Run:
         phases = ("rollouts", "scoring", "training")
         for phase, (begin, end) in zip(phases, itertools.pairwise(times), strict=True):
             metrics[f"seconds_{phase}"] = end - begin
-        with mendable():  # the disk may be full
+        with fixable():  # the disk may be full
             self._log.step(done + 1, metrics, self._rollouts.shown(samples[:2]), rows)
         return result
 
@@ -172,7 +172,7 @@ class Run:
         reported: list[Any] = []
 
         def run_schedule(**_: Any) -> list[Any]:
-            reported.extend(run_micro_batches(mendable()(step.head), batches, model))
+            reported.extend(run_micro_batches(fixable()(step.head), batches, model))
             return []  # Megatron would average its entries
 
         self._microbatches.plan(plan.num_microbatches)
@@ -190,7 +190,7 @@ class Run:
 
     def _score_held_out(self, iteration: int) -> None:
         if self._args.task:
-            with mendable():
+            with fixable():
                 self._log.held_out(iteration, *self._rollouts.held_out())
 
     def _save(
@@ -206,7 +206,7 @@ class Run:
 def main() -> None:
     """Train or print the plan. One rank prints errors that the user can fix, in one line."""
     try:
-        with mendable():
+        with fixable():
             args = parse_arguments()
             config = PolicyLossConfig.from_args(args)
             remark = half_of_dr_grpo(args.advantage, args.loss_aggregation)

@@ -102,8 +102,8 @@ def rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return turned.to(x.dtype)
 
 
-class Answer(NamedTuple):
-    """A response of the engine."""
+class Response(NamedTuple):
+    """A sampled response."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -131,7 +131,7 @@ class LlamaEngine:
         stop: Sequence[int],
         generator: torch.Generator | None,
         top_k: int = 0,
-    ) -> list[Answer]:
+    ) -> list[Response]:
         """Answer each prompt `copies` times at temperature 1, or by the likeliest tokens without a
         generator. `top_k` is the number of likeliest tokens to report for each token, 0 for none.
         """
@@ -172,7 +172,7 @@ class LlamaEngine:
             count = next(ended, len(tokens_of_row))
             sets = (reported[0][row, :count], reported[1][row, :count]) if top_k else None
             values = [min(value, 0.0) for value in values_of_row[:count]]
-            answers.append(Answer(tokens_of_row[:count], values, sets))
+            answers.append(Response(tokens_of_row[:count], values, sets))
         return answers
 
     def _logits(self, tokens: Tensor, padding: Tensor, start: int) -> Tensor:

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.training import checkpointing
 
 from .arguments import refuse_other_settings
-from .errors import RunError, agreed, alone, mendable
+from .errors import RunError, agreed, alone, fixable
 from .log import replace_text
 
 LOCK_PATIENCE = 5.0
@@ -83,7 +83,7 @@ def restore_rollouts(args: Namespace, rollouts: Any) -> float | None:
     path = checkpointing.get_load_checkpoint_path_by_args(args)
     with alone(f"{path} cannot be read"):
         stored = dist_checkpointing.load_common_state_dict(path).get("args")
-    with mendable():
+    with fixable():
         if not hasattr(stored, "rollout_state"):
             raise ValueError(
                 "--load: the checkpoint comes from a different program and has no position in the "

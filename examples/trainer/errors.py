@@ -17,7 +17,7 @@ class RunError(RuntimeError):
 
 
 @contextlib.contextmanager
-def mendable() -> Iterator[None]:
+def fixable() -> Iterator[None]:
     """Convert an error in the body to a `RunError`."""
     try:
         yield

@@ -124,8 +124,8 @@ def megatron_arguments_of(config: dict[str, Any]) -> list[str]:
             "moe-router-topk": config["num_experts_per_tok"],
         }
         # Otherwise, the chosen experts' weights do not add up to 1.
-        is_normalised = family == "mixtral" or config.get("norm_topk_prob")
-        switches["moe-router-pre-softmax"] = not is_normalised
+        is_normalized = family == "mixtral" or config.get("norm_topk_prob")
+        switches["moe-router-pre-softmax"] = not is_normalized
         if shared := config.get("shared_expert_intermediate_size"):
             values["moe-shared-expert-intermediate-size"] = shared
             switches["moe-shared-expert-gate"] = True

@@ -147,8 +147,8 @@ class Normalization:
     gradient_divisor: float | None
     kl_coefficient: float
     needs_single_samples: bool
-    """True if a rollout of several samples would be divided by what is accepted of all of them,
-    which is not known before the step."""
+    """True if a rollout of several samples would be divided by their accepted tokens, which are
+    unknown before the step."""
 
     @classmethod
     def of(cls, config: PolicyLossConfig) -> Self:
@@ -173,10 +173,10 @@ class Normalization:
         totals.counted_in(self.unit, accepted=self.accepted)
         if self.needs_single_samples and totals.num_rollouts != (size := len(totals.counts)):
             raise ValueError(
-                f"--rejection-denominator accepted: the step's {size} samples are of "
-                f"{totals.num_rollouts} rollouts, and under --loss-aggregation sample_mean a "
-                "rollout is divided by what is accepted of all its samples, which is known only "
-                "after the last micro-batch: use --rejection-denominator original"
+                f"--rejection-denominator accepted: the step has {size} samples of "
+                f"{totals.num_rollouts} rollouts. --loss-aggregation sample_mean divides a rollout "
+                "by the accepted tokens of all its samples, which are known only after the last "
+                "micro-batch: use --rejection-denominator original"
             )
 
 

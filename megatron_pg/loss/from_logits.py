@@ -68,6 +68,7 @@ def policy_loss_function(
             "before the logits. Use PolicyStep, whose model_inputs pass the engine's choices."
         )
     resolved = resolve(config)
+    resolved.normalization.require(totals)
     options = replace(
         resolved.head, tensor_parallel_group=tensor_parallel_group, vocab_size=vocab_size
     )
@@ -209,5 +210,6 @@ def policy_loss_from_log_probs(
         ValueError: the batch lacks an input of the objective, or the entropy is needed but None.
     """
     of_step = context_parallel_group, step_share, policy_version
-    loss = MicroBatchLoss(resolve(config), batch, totals, *of_step)
-    return loss(log_probs, entropy)
+    resolved = resolve(config)
+    resolved.normalization.require(totals)
+    return MicroBatchLoss(resolved, batch, totals, *of_step)(log_probs, entropy)

@@ -11,8 +11,8 @@ TOLERANCE = 1e-3  # rounding of an engine's log-prob of 0, in nats
 
 
 def require_heads_in_sets(batch: PackedBatch) -> None:
-    """Refuse a sampler's likely tokens that the set of a token lacks, by sample and position: their
-    probability under the policy would be 0.
+    """Raise ValueError, with sample and position, for a likely token of the sampler outside the
+    token's sampling set: its probability under the policy would be 0.
     """
     for sample in batch.samples:
         kept, head = sample.kept_tokens, sample.sampler_top_k

@@ -104,7 +104,6 @@ class MicroBatchLoss:
             )
         for require in resolved.requirements:
             require(batch)
-        resolved.normalization.require(totals)
         self.resolved, self.batch, self._totals = resolved, batch, totals
         if resolved.old_log_probs == "current" and torch.is_grad_enabled():
             refuse_second_step(batch, totals)

@@ -143,28 +143,29 @@ def _require_held_parameters(chunk: Any) -> None:
 
 @dataclass(eq=False)
 class AcceptedCount:
-    """Multiplies the gradients of a step by its tokens over its accepted tokens, once, after the
-    trainer's `finalize_model_grads_func`, in whose place it stands for one step.
+    """A factor for the gradients of one step: its tokens over its accepted tokens.
 
-    The count is of the forward passes that are trained, hence unknown before. It stays on the
-    device: one all-reduce of one number over all ranks of the job, no host synchronization.
+    It replaces the trainer's `finalize_model_grads_func` for the step, calls it, and multiplies
+    the gradients afterwards, because only the trained forward passes count the accepted tokens. The
+    count stays on the device: one all-reduce of one number over all ranks, without host
+    synchronization.
     """
 
     groups: ParallelGroups
     device: torch.device
     config: Any = None
-    func: Any = None  # the trainer's own, which may be None
+    func: Any = None  # the trainer's, which may be None
     shares: list[Tensor] = field(default_factory=list)
-    """Of micro-batches whose backward pass has begun: their accepted tokens over the step's."""
+    """Per micro-batch whose backward pass has begun: its accepted tokens over the step's tokens."""
 
     def watch(self, loss: Tensor, pair: Tensor) -> None:
-        """Count a micro-batch from its backward pass on: `pair` is of `pg_loss` in its metrics."""
+        """Count a micro-batch once its backward pass begins. `pair` is its metric `pg_loss`."""
         if loss.requires_grad:
-            # Read later: the fused head fills it in backward.
+            # Read later, because the fused head fills it in backward.
             loss.register_hook(lambda _: self.shares.append(pair[1]))  # type: ignore[no-untyped-call]
 
     def put_in(self, config: Any) -> None:
-        """Stand in the place of the model config's function, until the end of the step."""
+        """Replace the model config's function until the end of the step."""
         self.config, self.func = config, config.finalize_model_grads_func
         config.finalize_model_grads_func = self
 
@@ -177,31 +178,33 @@ class AcceptedCount:
             share += torch.stack(self.shares).sum()
         self.shares.clear()
         dist.all_reduce(share)
-        # Without an accepted token all gradients are 0.
+        # If no token is accepted, all gradients are 0.
         factor = torch.where(share == 0, 1.0, 1 / share)
         for chunk in chunks_of(model):
             chunk.scale_gradients(factor)
 
     def require_end(self) -> None:
-        """Refuse the report of a step whose gradients were not scaled."""
+        """Raise ValueError for a step whose gradients were not scaled."""
         if self.shares:
             raise ValueError(
                 "--rejection-denominator accepted: the gradients of this step are not divided by "
-                "its accepted tokens, since nothing has called the model config's "
+                "its accepted tokens, because nothing has called the model config's "
                 "finalize_model_grads_func after the last micro-batch. Run the step in Megatron's "
                 "schedule (get_forward_backward_func), which calls it"
             )
 
 
 def require_scalable_gradients(chunk: Any, accumulates: bool) -> None:
-    """Refuse gradients that an `AcceptedCount` cannot multiply, and those with other terms."""
-    # The method of FSDP2's wrapper does nothing.
+    """Raise ValueError for gradients that an `AcceptedCount` cannot multiply or that have other
+    terms.
+    """
+    # FSDP2's wrapper has the method, but it does nothing.
     can_scale = hasattr(chunk, "scale_gradients")
     if not can_scale or isinstance(next(chunk.parameters()), DTensor):
         raise ValueError(
-            "--rejection-denominator accepted, whose count of this step is known only after the "
-            "last micro-batch, multiplies the gradients in the buffers of Megatron's DDP: wrap the "
-            "model in DistributedDataParallel of megatron.core.distributed, and pass it as "
+            "--rejection-denominator accepted multiplies the gradients in Megatron's DDP buffers, "
+            "because its count is known only after the last micro-batch: wrap the model in "
+            "megatron.core.distributed.DistributedDataParallel, and pass it as "
             "PolicyStep(model=...)"
         )
     config, others = chunk.config, ["accumulate_gradients=True"] * accumulates
@@ -211,14 +214,14 @@ def require_scalable_gradients(chunk: Any, accumulates: bool) -> None:
         others.append("--mtp-num-layers")
     if others:
         raise ValueError(
-            "--rejection-denominator accepted, whose count of this step is known only after the "
-            f"last micro-batch, multiplies the whole gradient once, and {' and '.join(others)} "
-            "adds a term that it does not divide: use --rejection-denominator original"
+            "--rejection-denominator accepted multiplies the whole gradient once, because its "
+            f"count is known only after the last micro-batch, but {' and '.join(others)} adds a "
+            "term that it does not divide: use --rejection-denominator original"
         )
 
 
 def put_in_accepted_count(chunk: Any, accepted: AcceptedCount | None) -> None:
-    """Put in the count of a step, or none, instead of the count of a step that did not end."""
+    """Put in this step's count, or none, and remove the count of a step that did not end."""
     config = chunk.config
     found = getattr(config, "finalize_model_grads_func", None)
     if isinstance(found, AcceptedCount):

@@ -222,7 +222,7 @@ REFUSED: dict[str, tuple[ModelOptions, AcceptedRun, dict[str, Any], str]] = {
     ),
     "rollouts of several samples": (
         *(DENSE, AcceptedRun("sample_mean", kind="sequence", old="current"), {}),
-        "the step's 20 samples are of 15 rollouts",
+        "the step has 20 samples of 15 rollouts",
     ),
 }
 

@@ -184,31 +184,24 @@ def test_mutant_without_the_tail(way: str, monkeypatch: pytest.MonkeyPatch) -> N
         check(problem, way, first_scores([WAYS[way](problem)]), 1e-12)
 
 
-def on_rank(kinds: list[tuple[str, tuple[str, float, float]]]) -> list:
+PROBLEMS = {"whole vocabulary": (Centered, WAYS), "sets": (OverSets, SET_WAYS)}
+
+
+def on_rank(name: str, kinds: list[tuple[str, tuple[str, float, float]]]) -> list:
+    problem, ways = PROBLEMS[name]
     rank, size = dist.get_rank(), dist.get_world_size()
-    return [WAYS[way](Centered(weights), rank, size) for way, weights in kinds]
+    return [ways[way](problem(weights), rank, size) for way, weights in kinds]
 
 
-def over_sets_on_rank(kinds: list[tuple[str, tuple[str, float, float]]]) -> list:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return [SET_WAYS[way](OverSets(weights), rank, size) for way, weights in kinds]
-
-
+@pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_sets_of_shards_equal_those_of_the_whole_vocabulary(size: int) -> None:
-    kinds = [(way, WEIGHTS[number % len(WEIGHTS)]) for number, way in enumerate(SET_WAYS)]
-    ranks = run_ranks(over_sets_on_rank, size, kinds)
+def test_shards_equal_the_whole_vocabulary(size: int, name: str) -> None:
+    """The last of four has only columns of padding."""
+    problem, ways = PROBLEMS[name]
+    kinds = [(way, WEIGHTS[number % len(WEIGHTS)]) for number, way in enumerate(ways)]
+    ranks = run_ranks(on_rank, size, name, kinds)
     for (way, weights), *found in zip(kinds, *ranks, strict=True):
-        check(OverSets(weights), way, first_scores(found), 1e-12)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_shards_equal_the_whole_vocabulary(size: int) -> None:
-    """The last of four has columns of padding alone."""
-    kinds = [(way, WEIGHTS[number % len(WEIGHTS)]) for number, way in enumerate(WAYS)]
-    ranks = run_ranks(on_rank, size, kinds)
-    for (way, weights), *found in zip(kinds, *ranks, strict=True):
-        check(Centered(weights), way, first_scores(found), 1e-12)
+        check(problem(weights), way, first_scores(found), 1e-12)
 
 
 def test_no_mean_gradient_under_the_sampler() -> None:

@@ -67,7 +67,7 @@ LOGITS = 0.3 * torch.randn(
 
 @pytest.mark.parametrize("case", SETTINGS)
 def test_one_forward_is_two(case: str) -> None:
-    """To the bit, loss, gradient and metrics: the pass for old log-probs computes the same."""
+    """Loss, gradient and metrics, up to the float32 rounding of given log-probs."""
     samples = [dataclasses.replace(sample) for sample in SAMPLES]
     batch = pack(samples)
     log_probs = LOGITS.detach().log_softmax(1)[batch.logit_rows, :]

@@ -108,3 +108,4 @@ for number in range(30):
     metrics = step.metrics(output)
     if torch.distributed.get_rank() == 0:
         print(f"reward {sum(rewards) / 64:.2f}, ratio {metrics['ratio_new_old']:.4f}", flush=True)
+torch.distributed.destroy_process_group()

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from megatron.core.enums import ModelType
 from megatron.core.utils import get_model_config
 from megatron.training import checkpointing, training
@@ -104,6 +105,8 @@ class Run:
 
                 save_hugging_face(model, args.save_hf, args.hf_model)
             self._log.close(self._config)
+        # A process that ends with gloo's threads running may abort.
+        dist.destroy_process_group()
 
     def _step(self, _: None, __: None, *rest: Any, **named: Any) -> tuple[Any, ...]:
         """Run Megatron's `train_step` (megatron.training.training) on the next rollouts."""

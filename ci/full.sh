@@ -16,7 +16,7 @@ export OMP_NUM_THREADS=1
 status=0 # a failed stage does not hide what the next ones find
 bash ci/lint.sh "$VENV_PYTHON" || status=1
 "$VENV_PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 50 \
-    tests/fast tests/distributed tests/package tests/site tests/trainers || status=1
+    tests/fast tests/distributed tests/package tests/site tests/trainers tests/real_model || status=1
 # The whole matrix. The tests only run its covering array.
 "$VENV_PYTHON" -m tests.distributed.matrix --all || status=1
 export MEGATRON="$OLDEST_MEGATRON"

@@ -24,7 +24,6 @@ TASK=(
     --save "$RUN_DIR" --load "$RUN_DIR" --save-interval 20   # resumes if started again
     --save-hf "$RUN_DIR/hf"             # the final model for transformers
     --exit-signal-handler --tensorboard-dir "$RUN_DIR/tensorboard"   # writes a checkpoint at SIGTERM
-    --attention-dropout 0 --hidden-dropout 0   # the ratio of new to old log-probs must depend only on the weights
     --lr-decay-style constant --weight-decay 0 --adam-beta2 0.98 --clip-grad 1.0   # constant rate, short memory
     --loss-aggregation sample_mean --fused-lm-head   # GRPO, logits of only the response tokens
 )

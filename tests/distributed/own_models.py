@@ -454,6 +454,12 @@ def unmarked_norm(pre_process, post_process, vp_stage=None, config=None, pg_coll
     return without_mark(gpt(pre_process, post_process, vp_stage, config))
 
 
+def unmarked_wide_norm(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
+    """The copies of its gradient differ by little more than rounding to bfloat16."""
+    changed = config_of(config, hidden_size=256, ffn_hidden_size=384)
+    return without_mark(gpt_of(changed, pre_process, post_process, vp_stage))
+
+
 def unmarked_joined_norm(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
     return without_mark(joined_norm(pre_process, post_process, vp_stage, config))
 

@@ -234,12 +234,12 @@ def measure_steps(
 def report(
     found: dict[str, Measurement], tokens: int, sharding: str, first: str = "no head"
 ) -> str:
-    """Return a Markdown table, with each step's share above the method `first`."""
-    rest = statistics.median(found[first].seconds)
+    """Return a Markdown table, with each step's time relative to the method `first`."""
+    first_median = statistics.median(found[first].seconds)
     lines = [
         f"**{sharding}, {tokens} tokens per micro-batch**",
         "",
-        f"| head | ms a step (fastest, slowest) | tokens/s | above {first} | peak GiB | "
+        f"| head | ms a step (fastest, slowest) | tokens/s | times {first} | peak GiB | "
         "gradient norm |",
         "|---|---|---|---|---|---|",
     ]
@@ -248,7 +248,7 @@ def report(
         median = statistics.median(seconds)
         lines.append(
             f"| {name} | {1e3 * median:.0f} ({1e3 * min(seconds):.0f}, {1e3 * max(seconds):.0f}) "
-            f"| {len(MICRO_BATCHES) * tokens / median:.0f} | {100 * (1 - rest / median):.0f} % "
+            f"| {len(MICRO_BATCHES) * tokens / median:.0f} | {median / first_median:.2f} "
             f"| {measurement.peak_gib:.1f} | {measurement.gradient_norm:.4g} |"
         )
     return "\n".join([*lines, ""])

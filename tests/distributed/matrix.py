@@ -30,36 +30,32 @@ from .steps import Run
 PREAMBLE = """\
 # The same gradient at any parallelism: the measured table
 
-Each row is a tiny GPT model of real Megatron-Core (DDP, its schedules, gloo, CPU), cut as the first
-column says, whose gradients after one step are compared with the unsharded model's: one process,
-each sample by itself, float64, the loss in plain Python loops (`tests/oracle.py`). The error is the
-largest over all parameters, aggregations and steps of `max|g - reference| / max|reference|`.
+Each row is a small GPT of real Megatron-Core (DDP, Megatron's schedules, gloo, CPU), sharded as the
+second column says. After one step, every gradient is compared with the unsharded model's: one
+process, each sample by itself, float64, the loss in plain Python loops (`tests/oracle.py`). An
+error is the maximum of `max|g - reference| / max|reference|` over parameters, aggregations and
+steps.
 
-A row is every step in each precision: every aggregation (`sample_mean`, `prompt_mean`,
-`token_mean`, `constant`) with two kinds of samples, cut in every way that is legal; every second
-step has a KL and an entropy term, in float64 those that lack them in float32; of *short* samples
-the terms follow the aggregation of the loss. *Ragged* ones have a fully masked sample, one
-without response, one of a single response token, rollouts of two samples and prompt groups spread
-over data-parallel ranks; *short* ones leave context-parallel ranks without a response token. Cuts:
-as many micro-batches of uneven size everywhere; one more on each next data-parallel rank (not with
-expert parallelism, whose ranks exchange tokens in every micro-batch); an empty micro-batch. Every
-parameter is compared by itself, each expert and each bias too (dense models have biases). A
-*critic* has a value head in the place of its output layer, and the value loss. *MTP* models predict
-two further tokens beside the policy's loss (float32 alone, as Megatron computes that loss),
-*HybridModel* is the successor that megatron-core 0.19 names for GPTModel.
-*Replayed* models route every token to experts that the samples give. *Balanced* ones have
-load-balancing losses of micro-batch and step and a z loss beside padding, by one step of each
-aggregation (float64, to 1e-6, as Megatron computes these losses in float32); their reference packs
-each micro-batch by itself without padding.
+A row covers:
 
-A row has the largest errors over its modes of loss and gradient reduction: per micro-batch and
-per token, from DP 2 or CP 2 on also with the distributed optimizer, the average in the collective,
-and overlapped.
+- all four aggregations in both precisions. Every second step adds a KL and an entropy term.
+- two kinds of samples. *Ragged*: a fully masked sample, one without response, one of a single
+  response token, rollouts of two samples, prompt groups spread over data-parallel ranks. *Short*:
+  context-parallel ranks without a response token.
+- every legal cut: equally many micro-batches of uneven size on all ranks, one more on each next
+  data-parallel rank (without expert parallelism, whose ranks exchange tokens in every micro-batch),
+  and an empty micro-batch.
+- per micro-batch and per token, and from DP 2 or CP 2 on also the distributed optimizer, the
+  average in the collective, and overlapped reduction.
 
-Tolerances: float32 1e-6; float64 1e-12, also in per-token mode, since the steps' token counts are
-powers of two, by which Megatron divides in float32 without error. The
-reported metrics (loss, parts of it, ratios, clip fraction, the aggregation checksum) are compared
-as well, to {metric_tolerance:g}.
+*Critic* models have a value head and the value loss. *MTP* models predict two further tokens (only
+in float32, as Megatron computes that loss). *Replayed* models route tokens to the experts that the
+samples give. *Balanced* models have load-balancing losses and a z loss, with padding (float64, to
+1e-6, because Megatron computes these losses in float32). Their reference packs each micro-batch
+without padding.
+
+Tolerances: float32 1e-6, float64 1e-12, metrics {metric_tolerance:g}. In per-token mode, the token
+counts are powers of two, by which Megatron divides in float32 without error.
 
 Reproduce with
 `python -m tests.distributed.matrix --all --parallel 8 --markdown docs/records/matrix.md`:

@@ -2,12 +2,13 @@
 
 In megatron-core 0.16.1 to 0.19.2, the `padding_mask=` of layer blocks keeps tokens out of
 load-balancing losses, z loss and expert bias (transformer/moe/router.py). Padding still passes
-through the experts, where no other token sees it, and uses expert capacity. This module fixes six
+through the experts, where no other token sees it, and uses expert capacity. This module fixes seven
 mistakes of these versions:
 
 - GPTModel splits the mask for sequence parallelism only on its first pipeline stage, HybridModel
   never, and a user's forward may not pass it on. The blocks get it from a hook.
 - `_apply_expert_bias` fails on a mask (fixed in 0.20, MLM#6114).
+- A load-balancing loss over no token is NaN.
 - Multi-token prediction shifts the mask like tokens, and so counts padding and leaves out tokens.
   Its layers get the unshifted mask.
 - `_apply_global_aux_loss` divides the counts of all micro-batches so far by the last one's tokens
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe import router as megatron_router
 from megatron.core.transformer.moe.moe_utils import get_tokens_per_expert_and_token_count
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -80,6 +82,7 @@ def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
             "--moe-router-load-balancing-type quantile_balancing: its quantiles count padding, and "
             "Megatron refuses a padding_mask for it. Use a different type"
         )
+    megatron_router.get_tokens_per_expert_and_token_count = _counts_to_divide_by
     for chunk, its_blocks in zip(chunks, blocks, strict=True):
         if not hasattr(chunk, "_takes_padding_mask"):
             if counts_tokens and versions.multiplies_by_ranks():
@@ -113,13 +116,10 @@ def padding_mask(batch: PackedBatch) -> Tensor:
     """Make the `padding_mask=` of the model's forward, [1, local_tokens] bool on the batch's
     device, True at padding.
 
-    `PolicyStep.head` includes it in `model_inputs`. One token of an empty micro-batch is False,
-    because Megatron's mean over no token would be NaN.
+    `PolicyStep.head` includes it in `model_inputs`. An empty micro-batch is all padding, and adds 0
+    to the router losses.
     """
-    is_padding = batch.window.token_indices < 0
-    if not batch.samples and batch.window.cp_rank == 0:
-        is_padding[0] = False
-    return to_device(is_padding, batch.tokens.device)[None]
+    return to_device(batch.window.token_indices < 0, batch.tokens.device)[None]
 
 
 def _routers(chunk: Any) -> Iterator[Any]:
@@ -181,6 +181,12 @@ def _require_mode(router: Any, config: Any) -> None:
         )
 
 
+def _counts_to_divide_by(*args: Any, **keywords: Any) -> tuple[Tensor, Any, Any]:
+    """Count tokens for a load-balancing loss, with at least 1 in all, by which Megatron divides."""
+    of_experts, local, total = get_tokens_per_expert_and_token_count(*args, **keywords)
+    return of_experts, local, total.clamp(min=1) if isinstance(total, Tensor) else total
+
+
 def _count_tokens(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
     """Count each expert's tokens for its bias, instead of `_apply_expert_bias`."""
     if torch.is_grad_enabled():
@@ -211,7 +217,7 @@ def _global_loss(router: Any, probs: Tensor, scores: Tensor, choices: Tensor, **
     count = choices.sum()
     dist.all_reduce(count, group=router.tp_dp_cp_group)
     # Megatron adds 1 and divides the counts so far by it.
-    router.ga_steps.copy_(router.global_tokens_per_expert.sum() / count)
+    router.ga_steps.copy_(router.global_tokens_per_expert.sum() / count.clamp(min=1))
     return type(router)._apply_global_aux_loss(router, probs, scores, choices, **masked)
 
 
@@ -238,7 +244,7 @@ def _weighted_z_loss(router: Any, logits: Tensor, padding_mask: Tensor | None = 
         if not config.calculate_per_token_loss:
             count = (~padding_mask).sum()
             dist.all_reduce(whole := count.clone(), group=group)
-            weight = weight * count / whole
+            weight = weight * count / whole.clamp(min=1)
         config.moe_z_loss_coeff = coefficient * weight
     try:
         attached: Tensor = type(router).apply_z_loss(router, logits, padding_mask)

@@ -41,7 +41,8 @@ def of_ranks(kind: str, ranks: list[list[Rows]], all_tokens: int | None = None) 
     """A loss of routers over a step, from every rank's micro-batches: its mean over them, or
     weighted by tokens.
 
-    The global loss has a micro-batch of all ranks, and the shares of all tokens until then.
+    The global loss has a micro-batch of all ranks, and the shares of all tokens until then. Empty
+    micro-batches count with a loss of 0.
     """
     parts = [(rows, rows, len(ranks) * len(mine)) for mine in ranks for rows in mine]
     if kind == "global_aux_loss":
@@ -54,6 +55,8 @@ def of_ranks(kind: str, ranks: list[list[Rows]], all_tokens: int | None = None) 
         parts = [(*both, len(seen)) for both in zip(together, seen, strict=True)]
     total = torch.zeros((), dtype=torch.float64)
     for rows, seen_rows, count in parts:
+        if not len(rows[0]):
+            continue  # an empty micro-batch
         weight = 1 / count if all_tokens is None else len(rows[0]) / all_tokens
         for layer, seen_layer in zip(rows, seen_rows, strict=True):
             value = z_loss(layer) if kind == "z_loss" else balance(layer, seen_layer)
@@ -93,7 +96,7 @@ def step_with_losses_of_routers(
             router_logits.clear()
             of_part = logits_of_pack(model, [plain[index] for index in part])
             logits |= dict(zip(part, of_part, strict=True))
-            ranks[-1].append(list(router_logits))
+            ranks[-1].append([rows if part else rows[:0] for rows in router_logits])
     result = oracle.policy_loss(plain, [logits[i] for i in range(len(plain))], run.objective)
     all_tokens = sum(len(sample.tokens) for sample in plain)
     weighted_by = all_tokens if options.calculate_per_token_loss else None

@@ -56,7 +56,7 @@ def reference(
     data_size: int, per_token: bool, options: ModelOptions = OPTIONS
 ) -> tuple[Outcome, dict[str, float]]:
     options = replace(options, calculate_per_token_loss=per_token)
-    # Interleaved pipelines fill up with an empty micro-batch, of which one token counts.
+    # Interleaved pipelines fill up with an empty micro-batch.
     multiple = 2 if options.num_layers > 2 else 1
     return run_ranks(step_with_losses_of_routers, 1, options, RUN, data_size, multiple)[0]
 

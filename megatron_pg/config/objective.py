@@ -212,6 +212,12 @@ class MismatchSettings(Settings):
             names = [row.name for row in TABLES["policy_loss"].values() if row.can_be_centered]
             found = "--custom-policy-loss-path" if is_own else f"--policy-loss {self.policy_loss}"
             yield f"--score-centering does not apply to {found}. Use one of {', '.join(names)}."
+        if self.ratio_anchor == "rollout":
+            yield (
+                "--score-centering and --ratio-anchor rollout are mutually exclusive: the ratio "
+                "already divides by the engine's probabilities, so the mean of its gradient needs "
+                "no correction"
+            )
         if self.use_tis and (self.tis_level != "token" or self.custom_tis_function_path):
             yield (
                 "--score-centering requires per-token weights. Use --tis-level token without "

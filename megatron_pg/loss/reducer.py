@@ -131,7 +131,7 @@ class OwnReducer:
 
     path: str
     per_token: bool
-    drops_tokens: bool  # corrections may drop tokens
+    follows_rejections: bool  # it sums over the tokens that corrections keep
 
     @classmethod
     def of(cls, config: PolicyLossConfig) -> Self | None:
@@ -139,7 +139,9 @@ class OwnReducer:
         path = config.custom_pg_loss_reducer_function_path
         if path is None:
             return None
-        return cls(path, config.calculate_per_token_loss, drops_tokens(config))
+        # Under score centering a dropped token keeps its centering term.
+        follows = drops_tokens(config) and not config.score_centering
+        return cls(path, config.calculate_per_token_loss, follows)
 
     def reduction(
         self, batch: PackedBatch, context_parallel_group: dist.ProcessGroup | None = None
@@ -175,7 +177,7 @@ class OwnReducer:
             return reducer_of(torch.cat([sample.loss_mask.float() for sample in batch.samples]))
 
         def inner_sum(x: Tensor, weights: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-            if loss_mask is None or not self.drops_tokens:
+            if loss_mask is None or not self.follows_rejections:
                 reducer = own_reducer()
             else:
                 masks = window.in_responses(loss_mask.float())

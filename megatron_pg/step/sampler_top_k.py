@@ -66,6 +66,8 @@ def checked_top_k(where: str, given: Any, loss_mask: Tensor) -> TopK:
         )
     if ids.values.numel() and not has_integers(ids.values):
         raise ValueError(f"{where}: ids have dtype {ids.values.dtype}, expected integers")
+    sizes, problem = ids.offsets.diff(), ", expected 1 or more for a token that is not masked"
+    refuse_values(f"{where}: number of tokens", sizes, loss_mask & (sizes == 0), problem)
     ids, log_probs = ids.only(loss_mask), log_probs.only(loss_mask)
     check_sets(f"{where}: ids", Ragged(ids.values.long(), ids.offsets))
     values = log_probs.values.float()

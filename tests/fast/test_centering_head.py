@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_function, step_totals
 from megatron_pg.head import (
     Centering,
     HeadOptions,
@@ -232,6 +233,39 @@ def test_no_mean_gradient_under_the_sampler() -> None:
         (gradient,) = torch.autograd.grad(of_logits(logits, scorer)[0], logits)
         assert without.abs().max() > 1e-3, kind
         torch.testing.assert_close(gradient, -without, rtol=0, atol=1e-12)
+
+
+def masked_sum(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    masks = torch.cat(loss_masks)
+    return lambda x: (x * masks).sum()
+
+
+@pytest.mark.parametrize("kind", ["truncate", "mask"])
+@pytest.mark.parametrize("reducer", [None, f"{__name__}.masked_sum"])
+def test_no_mean_gradient_through_a_reducer(kind: str, reducer: str | None) -> None:
+    """The same through `policy_loss_function`, with q as weights of the samples: also a dropped
+    token keeps its centering term.
+    """
+    p = torch.tensor([0.3, -0.2, 1.1, 0.0, -1.0, 0.5]).softmax(0)
+    q = torch.tensor([0.25, 0.05, 0.40, 0.1, 0.1, 0.1])
+    config = PolicyLossConfig(
+        policy_loss="reinforce", score_centering=True, use_tis=True, tis_mode=kind,
+        tis_clip_low=0.8, tis_clip=1.2, loss_aggregation="token_mean",
+        loss_weight_denominator="mask", custom_pg_loss_reducer_function_path=reducer,
+    )  # fmt: skip
+    top_k = [list(range(6))], [q.log().tolist()]
+    fields = {"old_log_probs": p.log(), "rollout_log_probs": q.log(), "loss_weights": q}
+    samples = []
+    for v in range(6):
+        of_token = {name: values[v : v + 1] for name, values in fields.items()}
+        samples.append(Sample([0, v], 1, [1], 1.0, sampler_top_k=top_k, **of_token))
+    logits = p.log().requires_grad_()
+    loss, metrics = policy_loss_function(
+        config, pack(samples), logits.expand(12, 6), totals=step_totals(samples)
+    )
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert gradient.abs().max() < 1e-6
+    assert kind == "truncate" or metrics["rejected_fraction"][0] > 0
 
 
 def of_logits(logits: Tensor, scorer: Centering) -> Tensor:

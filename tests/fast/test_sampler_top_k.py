@@ -58,6 +58,7 @@ REFUSED = {
     "twice": (([[4, 4], [], [1]], [[-1.0, -1.0], [], [-1.0]]), "id 4 twice"),
     "below 0": (([[-4], [], [1]], [[-1.0], [], [-1.0]]), "id -4, expected ids"),
     "above 0": (([[4], [], [1]], [[0.5], [], [-1.0]]), "expected a log-prob"),
+    "none": (([[4], [], []], [[-1.0], [], []]), "number of tokens[2] is 0"),
     "mass": (([[4, 2], [], [1]], [[-0.1, -0.1], [], [-1.0]]), "expected at most 1"),
 }
 
@@ -76,6 +77,10 @@ CONFLICTS = {
     "accepted": (
         {"use_tis": True, "tis_mode": "mask", "rejection_denominator": "accepted"},
         "requires --rejection-denominator original",
+    ),
+    "anchor": (
+        {"policy_loss": "cispo", "ratio_anchor": "rollout"},
+        "--ratio-anchor rollout are mutually exclusive",
     ),
     "teacher": ({"distill_coef": 0.1, "distill_teacher": "logits"}, "mutually exclusive"),
 }

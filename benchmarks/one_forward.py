@@ -11,6 +11,7 @@ last method adds `--score-centering` with the engine's 32 tokens per position. E
 moves its micro-batches. All methods run in turn in one process.
 """
 
+import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -39,7 +40,7 @@ def with_engine(sample: Sample, vocab_size: int) -> Sample:
 
 
 def main() -> None:
-    args = whole_step.parse_arguments()
+    args = whole_step.parse_arguments(argparse.ArgumentParser(description=__doc__.splitlines()[0]))
     trainer = build_trainer(args)
     groups = trainer.groups
     for tokens in args.tokens:
@@ -51,7 +52,7 @@ def main() -> None:
             def run(trainer: Trainer) -> float:
                 samples = [x for part in given for x in part]
                 for sample in samples:  # a different step than in the last round
-                    vars(sample).pop("trained_in", None)
+                    vars(sample)["trained_in"] = None
                 if config.old_log_probs == "given":
                     budget = {"max_tokens_per_microbatch": tokens}  # noqa: B023
                     scored = compute_log_probs(trainer.model, samples, config, **budget)

@@ -32,7 +32,9 @@ def refuse_second_step(batch: PackedBatch, totals: StepTotals) -> None:
     one.
     """
     for sample in batch.samples:
-        if vars(sample).setdefault("trained_in", totals) is not totals:
+        if sample.trained_in is None:
+            vars(sample)["trained_in"] = totals
+        elif sample.trained_in is not totals:
             raise ValueError(
                 f"--old-log-probs current: {sample.name} is in a second optimizer step, but its "
                 "old policy precedes the first. Use --old-log-probs given, with old_log_probs from "

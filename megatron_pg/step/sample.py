@@ -132,6 +132,9 @@ class Sample:
     number: int | None = None
     """The sample's identity in the checksum. A new sample gets its own number, and
     `dataclasses.replace` keeps it."""
+    trained_in: Any = dataclasses.field(default=None, repr=False, compare=False)
+    """The totals of the step that used the sample under `--old-log-probs current`, which sets
+    it."""
 
     if TYPE_CHECKING:
         # Callers may pass more types than are stored.
@@ -161,6 +164,7 @@ class Sample:
             accepted_mask: Values | None = None,
             accepted_size: float | None = None,
             number: int | None = None,
+            trained_in: Any = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:

@@ -98,9 +98,11 @@ def test_a_mutant_of_another_old_policy_is_seen(monkeypatch: pytest.MonkeyPatch)
 def test_a_second_step_is_refused() -> None:
     samples = [dataclasses.replace(sample) for sample in SAMPLES]
     outcome({"old_log_probs": "current"}, samples)
-    assert_refused("sample 0 is in a second optimizer step", lambda: outcome(
-        {"old_log_probs": "current"}, samples
-    ))  # fmt: skip
+    changed = [dataclasses.replace(sample, advantages=1.0) for sample in samples]
+    for again in (samples, changed):
+        assert_refused("sample 0 is in a second optimizer step", lambda again=again: outcome(
+            {"old_log_probs": "current"}, again
+        ))  # fmt: skip
 
 
 CONFLICTS = {

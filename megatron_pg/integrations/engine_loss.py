@@ -35,10 +35,13 @@ class StepLoss:
 
     config: PolicyLossConfig
     totals: StepTotals
+    policy_version: int | None = None
+    """See `PolicyStep`."""
 
     def __post_init__(self) -> None:
         # The engine computes metrics.
         vars(self)["config"] = dataclasses.replace(self.config, pg_metrics="none")
+        resolve(self.config).normalization.require(self.totals)
 
     def __call__(
         self,
@@ -63,4 +66,6 @@ class StepLoss:
         flat = torch.cat(list(log_probs))
         batch = pack(samples).to(flat.device)
         of_tokens = None if entropy is None else torch.cat(list(entropy))
-        return MicroBatchLoss(resolve(self.config), batch, self.totals).loss(flat, of_tokens)
+        version = self.policy_version
+        loss = MicroBatchLoss(resolve(self.config), batch, self.totals, policy_version=version)
+        return loss.loss(flat, of_tokens)

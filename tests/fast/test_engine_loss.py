@@ -2,6 +2,8 @@
 step.
 """
 
+import math
+from dataclasses import replace
 from itertools import starmap
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg import PolicyLossConfig, Sample
+from megatron_pg import PolicyLossConfig, Sample, step_totals
 from megatron_pg.integrations import nemo_rl
 from megatron_pg.integrations.engine_loss import StepLoss
 from tests import oracle
@@ -64,6 +66,21 @@ def test_refusals() -> None:
     wrong = [torch.zeros(lengths[0] + 1), torch.zeros(lengths[1])]
     words = f"the engine gives {[lengths[0] + 1, lengths[1]]} log-probs or entropies for"
     assert_refused(words, loss, wrong, samples)
+    split = [replace(sample, rollout_id=0, group_index=0) for sample in samples]
+    accepted = PolicyLossConfig(
+        old_log_probs="current", use_sequence_rejection=True, rejection_denominator="accepted"
+    )
+    totals = uneven_totals(split, allow_different_prompts=True)
+    assert_refused("the step has 2 samples of 1 rollouts", StepLoss, accepted, totals)
+
+
+def test_interpolated_old_log_probs_have_the_version_of_the_step() -> None:
+    config = PolicyLossConfig(policy_loss="ppo", old_log_probs="interpolated")
+    one = Sample([0, 1, 2], 2, [1, 1], 1.0, rollout_log_probs=[-2.0, -2.0], policy_version=3)
+    log_probs = torch.tensor([-1.0, -1.0])
+    losses = [StepLoss(config, step_totals([one]), v)([log_probs], [one]) for v in (3, 5)]
+    ratio = min(math.exp(-1.0 - (-1.5)), 1.2)  # alpha is 1 / 2
+    assert [float(loss) for loss in losses] == pytest.approx([-1.0, -ratio])
 
 
 @pytest.mark.parametrize(

@@ -72,12 +72,16 @@ def num_tokens(contract: ScaleContract) -> int:
     return int(contract.apply(torch.ones(()), {}, 8, 32)[1])  # type: ignore[arg-type]
 
 
+EXPERTS = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}
 MTP = SimpleNamespace(num_moe_experts=None, mtp_num_layers=1)
 NO_COEFFICIENT = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=0.0, mtp_num_layers=None)
 MODELS = [
     # (settings of the model, whether it has an auxiliary loss)
     ({"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}, True),
     ({"num_moe_experts": 4, "moe_aux_loss_coeff": [0.0, 0.1], "mtp_num_layers": None}, True),
+    ({**EXPERTS, "moe_router_load_balancing_type": ["seq_aux_loss", "none"]}, True),
+    ({**EXPERTS, "moe_router_load_balancing_type": "none"}, False),
+    ({**EXPERTS, "moe_router_load_balancing_type": "sinkhorn"}, False),
     ({"num_moe_experts": 4, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 1e-3}, True),
     ({"num_moe_experts": None, "mtp_num_layers": None}, False),
     (vars(NO_COEFFICIENT), False),

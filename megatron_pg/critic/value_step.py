@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
+from megatron_pg.config.objective import DistillationSettings
 from megatron_pg.config.planning import OversizedSamples
 from megatron_pg.critic.settings import CriticConfig
 from megatron_pg.critic.value_loss import MicroBatchValueLoss, value_report
@@ -23,6 +24,10 @@ from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
+
+WITHOUT_TEACHER: dict[str, Any] = {
+    field.name: field.default for field in dataclasses.fields(DistillationSettings)
+}
 
 
 class ValueStep:
@@ -66,6 +71,7 @@ class ValueStep:
             fp32_lm_head=False,
             replay_routing=False,
             rejection_denominator="original",
+            **(WITHOUT_TEACHER if config.distill_coef else {}),
         )
         self.critic = critic
         self._step = PolicyStep(

@@ -167,7 +167,10 @@ def refusals() -> list[str]:
     messages = [refused(add_value_head, wrapped)]
     with mock.patch.object(bare, "config", predicting):
         messages.append(refused(add_value_head, bare))
-    step = ValueStep(Run().config, CriticConfig(), plan_step([sample], **budget), model=wrapped)
+    plan = plan_step([sample], **budget)
+    distilled = dataclasses.replace(Run().config, distill_coef=0.1, distill_teacher="hidden")
+    ValueStep(distilled, CriticConfig(), plan, model=wrapped)  # only the policy has a teacher
+    step = ValueStep(Run().config, CriticConfig(), plan, model=wrapped)
     return [
         *messages,
         refused(values_of, wrapped, [sample], **budget, is_truncated=[]),

@@ -2,7 +2,7 @@
 # SmolLM2-135M-Instruct learns reasoning-gym tasks by GRPO from its own responses.
 #
 #   bash examples/launch/smollm2.sh                   # one GPU
-#   GPUS=2 bash examples/launch/smollm2.sh --context-parallel-size 2   # or any sharding
+#   GPUS=2 bash examples/launch/smollm2.sh --context-parallel-size 2   # or DP 2, or TP 3
 #   bash examples/launch/smollm2.sh --device cpu      # two cores: fewer and smaller steps
 #   bash examples/launch/smollm2.sh --dry-run
 #
@@ -22,7 +22,7 @@ TASK=(
     --task-settings '{"min_terms":2,"max_terms":2,"min_digits":1,"max_digits":1}'   # 200 questions
     --system-prompt "Answer." --prompt-examples 1   # one worked example shows that an answer is only the number
     --save "$RUN_DIR" --load "$RUN_DIR" --save-interval 20   # resumes if started again
-    --save-hf "$RUN_DIR/hf"             # the final model for transformers
+    --save-hf "$RUN_DIR/hf"             # the final model for transformers. Remove it to extend a finished run
     --exit-signal-handler --tensorboard-dir "$RUN_DIR/tensorboard"   # writes a checkpoint at SIGTERM
     --lr-decay-style constant --weight-decay 0 --adam-beta2 0.98 --clip-grad 1.0   # constant rate, short memory
     --loss-aggregation sample_mean --fused-lm-head   # GRPO, logits of only the response tokens

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import io
 import json
+import os
 import traceback
 from argparse import Namespace
 from collections.abc import Iterator
@@ -89,6 +90,8 @@ def parse_arguments() -> Namespace:
 
     Raises ValueError or NotImplementedError with the flag and a remedy.
     """
+    # Before Blackwell, Megatron requires 1 under tensor and context parallelism.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     parsers: list[Any] = []
     before = ProgramParser(add_help=False, allow_abbrev=False)
     before.add_argument("--hf-model")
@@ -227,8 +230,10 @@ def _problems(args: Namespace) -> Iterator[str]:
     for name in CANNOT_GENERATE.split() if args.task else ():
         if (value := getattr(args, name, None)) is True or value not in (None, False, 1):
             yield f"{flag_of(name)} and --task are mutually exclusive: the trained model generates"
-    if args.save_hf and (not args.hf_model or Path(args.save_hf).exists()):
-        yield f"--save-hf {args.save_hf} requires --hf-model and a folder that does not exist"
+    if args.save_hf and not args.hf_model:
+        yield f"--save-hf {args.save_hf} requires --hf-model"
+    if args.save_hf and Path(args.save_hf).exists():
+        yield f"--save-hf {args.save_hf} exists: remove it, or give another folder"
     if args.save and (args.save_interval or 0) < 1:
         yield f"--save {args.save} requires --save-interval, the steps between checkpoints"
     if args.ckpt_format != "torch_dist":

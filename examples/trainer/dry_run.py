@@ -60,9 +60,11 @@ def _states(args: Namespace, **changes: Any) -> float:
 
 
 def _objective(config: PolicyLossConfig) -> Lines:
-    row = AGGREGATIONS.get(name := config.loss_aggregation)
-    yield "objective", f"{name}: {row.formula if row else 'your reducer'}"
-    if row:
+    if own := config.custom_pg_loss_reducer_function_path:
+        yield "objective", f"your reducer {own}"
+    else:
+        row = AGGREGATIONS[config.loss_aggregation]
+        yield "objective", f"{row.name}: {row.formula}"
         yield "", row.about
     loss = config.custom_policy_loss_path or config.policy_loss
     yield "", f"x = {loss}, m = loss mask, counts over the whole step"

@@ -5,10 +5,11 @@
 7,764 response tokens in 8 samples. A row is `policy_loss_from_log_probs`, forward and backward, for
 one setting and one way to run the tensor functions in `MicroBatchLoss`:
 
-    operators no compiler ours `loss/compiled.py`: a trace of loss and gradient, compiled once per
-    setting plain `torch.compile(dynamic=True)`, with a second compiled graph in backward plain,
-    grad `torch.func.grad_and_value` inside: forward computes the gradient, as in ours tensor guards
-    "plain, grad" that checks only tensors before a call
+- operators: no compiler.
+- ours: `loss/compiled.py`, a trace of loss and gradient, compiled once per setting.
+- plain: `torch.compile(dynamic=True)`, with a second compiled graph in backward.
+- plain, grad: with `torch.func.grad_and_value` inside, so that forward computes the gradient.
+- tensor guards: "plain, grad" that checks only tensors before a call.
 
 Launches are kernels, copies and fills per micro-batch. Host time is the time until the call
 returns, with an empty queue. The first call includes compilation, with empty caches. Recompilations

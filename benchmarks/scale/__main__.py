@@ -17,9 +17,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=PARTS)
+    parser.add_argument("parts", nargs="*", choices=PARTS, default=[])
     torch.set_num_threads(1)
-    for part in parser.parse_args().parts:
+    for part in parser.parse_args().parts or PARTS:
         importlib.import_module(f"benchmarks.scale.{part}").main()
 
 

@@ -1,5 +1,6 @@
-"""Runs studies, and goes on with them: python -m benchmarks.studies sanity --out DIR --cores 24
---seconds 300
+"""Runs studies, and goes on with them.
+
+    python -m benchmarks.studies sanity --out DIR --cores 24 --seconds 300
 
 The runs of a study that its table in DIR lacks are started in order of importance, all arms of a
 seed before those of the next, as many at a time as there are cores. A run that the time cuts off

@@ -1,9 +1,9 @@
-"""Draws docs/figures/real_model.png: the reward of runs of examples/launch/smollm2.sh, and where
+r"""Draws docs/figures/real_model.png: the reward of runs of examples/launch/smollm2.sh, and where
 their seconds go.
 
 python docs/figures/real_model.py runs/smollm2-1 runs/smollm2-2 runs/smollm2-3
-python docs/figures/real_model.py --output docs/figures/real_model_cpu.png --mean-of 5 runs/cpu1
-runs/cpu2
+python docs/figures/real_model.py runs/cpu1 runs/cpu2 --mean-of 5 \
+    --output docs/figures/real_model_cpu.png
 """
 
 from __future__ import annotations

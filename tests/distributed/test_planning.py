@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_pg import Sample, StepPlan, plan_step, step_totals
 
-from .launch import refusal, run_ranks
+from .launch import run_ranks
 
 BUDGET = 64
 OWNERS = 3
@@ -84,17 +84,3 @@ def test_ragged_ranks_run_what_they_have() -> None:
     assert all(indices for plan in plans for indices in plan.microbatches)
     num_tokens = sum(sample.total_length for sample in whole_step())
     assert {plan.totals.num_tokens for plan in plans} == {num_tokens}
-
-
-def error_on_rank() -> str:
-    length = 80 if dist.get_rank() == 1 else 8
-    sample = Sample([0] * length, 1, [1], name=f"answer of rank {dist.get_rank()}")
-    task = {"max_tokens_per_microbatch": 64, "data_parallel_group": dist.group.WORLD}
-    return refusal(ValueError, plan_step, [sample], **task)
-
-
-def test_an_error_of_one_rank_is_an_error_on_all() -> None:
-    """A rank that raised alone would leave the others waiting for it in the exchange."""
-    messages = run_ranks(error_on_rank, 2)
-    assert all("answer of rank 1 takes 80" in message for message in messages)
-    assert messages[0].startswith("data-parallel rank 1: ")

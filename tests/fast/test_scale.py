@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pg import Sample, StepPlan, plan_step, step_totals
+from megatron_pg import Sample, StepPlan, plan_step
 from megatron_pg.step import assign_to_data_parallel_ranks
 from megatron_pg.step import ids as ids_module
 from megatron_pg.step import plan as plan_module
@@ -193,30 +193,6 @@ def test_64_ranks_have_one_plan_whatever_order_they_answer_in():
         allow_different_prompts=True,
     )
     assert all(plan.totals == whole for plan in in_turn)
-
-
-@pytest.mark.parametrize("count", ["plan", "totals"])
-def test_an_error_of_one_rank_in_counting_ends_all(count):
-    """An id that the wire cannot carry is found before the exchange in which the others would
-    wait.
-    """
-
-    def on_rank(rank: int) -> str:
-        group: Any = object()
-        samples = [Sample([1, 2], 1, [1], 1.0, group_index=0, id_source="file")]
-        vars(samples[0])["id_source"] = 7 if rank == 1 else "file"
-        try:
-            if count == "totals":
-                step_totals(samples, data_parallel_group=group)
-            else:
-                plan_step(samples, max_tokens_per_microbatch=20, data_parallel_group=group)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "went on"
-
-    first, second, third = Threads(3).run(on_rank, range(3))
-    assert second.startswith("AttributeError")
-    assert first == third == f"OtherRankError: data-parallel rank 1: {second}"
 
 
 def test_lengths_are_dealt_as_their_samples_are_and_evenly_at_heavy_tails():

@@ -15,7 +15,7 @@ from megatron_pg.loss import DPPO_DELTAS
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.objectives import OBJECTIVES, Outcome, clipped_log_ratio, get_objective
 from megatron_pg.loss.resolved import resolve
-from megatron_pg.loss.sequence import SequenceSums, sequence_units
+from megatron_pg.loss.sequence import sequence_units
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Sequence1
 from tests.fast.one_step import loss_of
@@ -333,20 +333,6 @@ def test_old_log_probs_are_a_constant() -> None:
     assert torch.autograd.grad(total, old_log_probs, allow_unused=True) == (None,)
 
 
-def test_a_sum_over_sequences_that_was_not_made_is_named() -> None:
-    sequences = random_sequences(6)
-    config = PolicyLossConfig(policy_loss="gspo")
-    tokens, _ = tokens_and_sums(config, package_batch(sequences), flat_log_probs(sequences))
-    none = SequenceSums(tokens.unit_ids, {})
-    assert_refused(
-        "'policy' over sequences was not computed",
-        OBJECTIVES["gspo"].function,
-        config,
-        tokens,
-        none,
-    )
-
-
 # A user's own loss.
 
 seen: dict[str, Tensor] = {}
@@ -396,19 +382,6 @@ def test_custom_loss_that_loses_the_gradient_is_refused() -> None:
     assert not custom_outcome(name, batch, log_probs.detach()).loss.requires_grad
     with torch.no_grad():
         custom_outcome(name, batch, log_probs)
-
-
-def loss_of_masked_tokens_too(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor):
-    return torch.where(batch.loss_mask, log_probs, 1 / log_probs) + 3
-
-
-def test_custom_loss_is_zero_at_masked_positions() -> None:
-    sequences = random_sequences(10)
-    batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
-    found = custom_outcome("loss_of_masked_tokens_too", batch, log_probs)
-    found.loss.sum().backward()
-    assert torch.equal(found.loss, torch.where(batch.loss_mask, log_probs.detach() + 3, 0.0))
-    assert torch.equal(log_probs.grad, batch.loss_mask.double())
 
 
 def loss_of_the_wrong_size(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor):

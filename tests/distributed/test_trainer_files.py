@@ -9,20 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron_pg import PolicyLossConfig
-from megatron_pg.rollout_files import RewardedSample
 
 from .trainer_run import WHOLE_GROUPS, copy_after_step, end_of, run, steps_of, write_rollouts
 
 pytestmark = pytest.mark.full
 
-ONE_RIGHT = {  # advantages of the rewards 1, 0, 0, 0
-    "grpo": [1.5, -0.5, -0.5, -0.5],
-    "dr_grpo": [0.75, -0.25, -0.25, -0.25],
-    "rloo": [1.0, -1 / 3, -1 / 3, -1 / 3],
-    "maxrl": [3.0, -1.0, -1.0, -1.0],
-    "step_rloo": [1.0, -1 / 3, -1 / 3, -1 / 3],
-    "reward": [1.0, 0.0, 0.0, 0.0],
-}
 STEPS = WHOLE_GROUPS + "--train-iters 4 --save-interval 2 "
 STEPS += "--kl-loss-coef 0.1 --kl-target 0.001 --kl-horizon 20 "
 
@@ -65,24 +56,6 @@ def test_parquet_gives_the_steps_of_json_lines(rollouts, uninterrupted, tmp_path
     assert steps_of(tmp_path / "run") == steps_of(uninterrupted)
 
 
-@pytest.mark.parametrize("method", ONE_RIGHT)
-def test_advantages_are_those_that_the_flag_names(method: str) -> None:
-    from trainer.rollouts import with_advantages
-
-    args = argparse.Namespace(
-        **{"advantage": method, "rank": 1, "keep_prompt_groups": True, "task": None},
-        **{"allow_different_prompts_in_group": False, "max_position_embeddings": 8},
-        **{"whiten_advantages": False},
-    )
-    fields = {"has_advantages": False, "group_index": 7}
-    samples = [RewardedSample([1, 2], 1, [1], reward=r, **fields) for r in (1.0, 0.0, 0.0, 0.0)]
-    found = [float(s.advantages) for s in with_advantages(args, PolicyLossConfig(), samples)]
-    assert found == pytest.approx(ONE_RIGHT[method], rel=1e-5)
-    args.whiten_advantages = True
-    found = [float(s.advantages) for s in with_advantages(args, PolicyLossConfig(), samples)]
-    assert found == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5)
-
-
 def test_advantages_and_means_are_of_rollouts(tmp_path: Path) -> None:
     """The first rollout has three rows, of 3, 2 and 1 tokens."""
     from trainer.rollouts import FileSteps
@@ -113,6 +86,11 @@ def test_advantages_and_means_are_of_rollouts(tmp_path: Path) -> None:
     assert advantages == pytest.approx([0.5**0.5] * 3 + [-(0.5**0.5)], rel=1e-5)
     expected = {"docs": 2, "skipped_rows": 0, "reward": 0.5, "response_length": 5.0}
     assert metrics == expected
+    args.advantage = "rloo"
+    assert step()[0] == pytest.approx([1.0] * 3 + [-1.0], rel=1e-5)
+    args.whiten_advantages = True  # over ten tokens, of which four are of the second rollout
+    assert step()[0] == pytest.approx([0.6**0.5] * 3 + [-(1.35**0.5)], rel=1e-5)
+    args.whiten_advantages = False
     rows[3]["advantages"] = 0.25
     with pytest.raises(ValueError, match="row 3 has advantages and .* row 0 only a reward"):
         step()

@@ -1,5 +1,4 @@
-"""Every divergence, advantage and metric against plain float64 loops of its own; one without loops
-is refused.
+"""Every divergence and metric against plain float64 loops of its own; one without loops is refused.
 
 A row is checked through the public loss of a step, on ragged samples of which two share a rollout.
 The rows that settings choose are in `test_cut_invariance`.
@@ -21,12 +20,10 @@ from megatron_pg.loss import CORRECTIONS, METRICS, OBJECTIVES
 from megatron_pg.loss.metrics import DERIVED, MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.resolved import resolve
-from megatron_pg.step import advantages
 from tests.fast import centering_oracle, distillation_oracle
 from tests.fast.objectives_oracle import Sequence1
 from tests.fast.one_step import reported
 from tests.fast.sequences import flat_log_probs, package_sample, random_sequences
-from tests.fast.test_advantages import expected_advantages
 from tests.metric_loops import DERIVED_LOOPS, METRIC_LOOPS, TOLD_VERSION, Token
 from tests.random_steps import uneven_totals
 
@@ -116,15 +113,6 @@ def check_logits(
     torch.testing.assert_close(logits.grad, gradient, rtol=tolerance, atol=tolerance)
 
 
-def check_advantages(name: str) -> None:
-    rng = random.Random(4)
-    groups = [rng.randrange(4) for _ in range(20)]
-    rewards = [rng.choice([0.0, 1.0, rng.uniform(0, 2)]) for _ in groups]
-    found = advantages.group_advantages(rewards, groups, method=name).advantages
-    expected = torch.tensor(expected_advantages(rewards, groups, name))
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
-
-
 VERSIONS = [3, 3, 5, 5, 4, 6, 6, 7]
 METRIC_SETTINGS: dict[str, Any] = {"kl_loss_type": "low_var_kl", "pg_metrics": "with_entropy"}
 METRIC_SETTINGS |= {"eps_clip": 0.1, "eps_clip_high": 0.3}
@@ -199,11 +187,9 @@ class Door(NamedTuple):
     check: Callable[[str], None]
 
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "maxrl", "step_rloo", "reward")
 KINDS, DIVERGENCES = typing.get_args(Kind), distillation_oracle.KINDS
 DOORS = {
     "divergences": Door(lambda: KINDS, lambda: DIVERGENCES, check_divergence),
-    "advantages": Door(lambda: advantages.METHODS, lambda: ADVANTAGES, check_advantages),
     "metrics": Door(lambda: [row.name for row in METRICS], lambda: METRIC_LOOPS, check_metric),
     "derived": Door(lambda: [row.name for row in DERIVED], lambda: DERIVED_LOOPS, check_metric),
 }
@@ -229,17 +215,9 @@ def broken(table: str, name: str, patch: pytest.MonkeyPatch) -> None:
         value = row.value
         wrong = lambda *given: -1.0 * (value(*given) + 0.0)  # noqa: E731  a truth value too
         patch.setitem(vars(row), "value", wrong)
-    elif table == "divergences":
+    else:
         terms = Divergence.terms
         patch.setattr(Divergence, "terms", lambda *given: tuple(map(torch.neg, terms(*given))))
-    else:
-        right = advantages.group_advantages
-
-        def negated(*given: Any, **named: Any) -> Any:
-            found = right(*given, **named)
-            return dataclasses.replace(found, advantages=-found.advantages)
-
-        patch.setattr(advantages, "group_advantages", negated)
 
 
 @pytest.mark.parametrize(("table", "name"), ROWS)

@@ -290,11 +290,11 @@ def test_metrics_are_those_before_rejection_and_named_by_the_config(case):
 def test_a_sum_over_sequences_that_was_not_made_is_named():
     sequences = random_sequences(4)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
-    for settings in (TIS_SEQUENCE, GEOMETRIC, OPSM):
+    for settings, name in ((TIS_SEQUENCE, "mismatch"), (GEOMETRIC, "mismatch"), (OPSM, "policy")):
         config = PolicyLossConfig(**settings)
         tokens, _ = tokens_and_sums(config, batch, log_probs)
         sums = SequenceSums(tokens.unit_ids, {})
-        words = "the sum  |  over sequences was not computed"
+        words = f"the sum '{name}' over sequences was not computed"
         rows = rows_on(CORRECTIONS, config)
         assert_refused(words, apply_corrections, config, tokens, log_probs, sums, rows)
 

@@ -119,28 +119,10 @@ def micro_batches(longest: int, most: int) -> st.SearchStrategy:
 
 @settings(max_examples=100)
 @given(
-    lengths=micro_batches(40, 6),
-    cp_size=st.sampled_from(CP_SIZES),
-    tp_size=st.sampled_from((1, 2, 3, 4)),
+    lengths=micro_batches(40, 6), cp_size=st.integers(1, 9), tp_size=st.sampled_from((1, 2, 3, 4))
 )
 def test_random_windows_equal_simulation(lengths, cp_size, tp_size) -> None:
     check_window(*lengths, cp_size, cp_size * tp_size)
-
-
-LAYOUTS = st.tuples(micro_batches(30, 5), st.integers(1, 9))
-
-
-@settings(max_examples=100)
-@given(step=st.lists(LAYOUTS, min_size=1, max_size=4))
-def test_the_union_over_ranks_is_every_response_token_once(step: list) -> None:
-    """Whatever the group size, and where every micro-batch has its own."""
-    for (totals, responses), cp_size in step:
-        windows = windows_of(totals, responses, cp_size)
-        scored = sorted(index for each in windows for index in each.response_indices.tolist())
-        assert scored == list(range(sum(responses)))
-        held = sorted(index for each in windows for index in each.token_indices.tolist())
-        assert [index for index in held if index >= 0] == list(range(sum(totals)))
-        assert len({each.local_tokens for each in windows}) == 1
 
 
 def _a_token_late(segment: torch.Tensor, position: torch.Tensor, padded: torch.Tensor) -> tuple:

@@ -386,21 +386,6 @@ def test_samples_share_no_memory_with_their_window(tmp_path: Path) -> None:
             assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
 
 
-def test_steps_of_documents_from_a_file(tmp_path: Path) -> None:
-    """The carry-over and the position make a checkpoint; bad rows are counted with the step."""
-    rows = [row(i) if i != 5 else row(i, reward="?") for i in range(20)]
-    path = write(tmp_path, rows, "jsonl")
-    settings: dict[str, Any] = {"docs_per_step": 6, "mode": "exact", "keep_prompt_groups": True}
-    first, second = (
-        StepCollector(RolloutFiles([path], on_bad_row="skip"), **settings) for _ in range(2)
-    )
-    step = first.collect()
-    assert numbers(step.samples) == [0, 1, 2, 3, 4, 6, 7] and step.num_skipped == 1
-    second.load_state(pickle.loads(pickle.dumps(first.state())))
-    rest = [numbers(step.samples) for step in iter(second.collect, None)]
-    assert rest == [list(range(8, 16)), list(range(16, 20))]
-
-
 def test_rewards_become_advantages_within_their_groups(tmp_path: Path) -> None:
     rewards = [1.0, 0.0, 0.0, 1.0, 3.0, 3.0]
     rows = [row(i, reward=reward, group_index=i // 4) for i, reward in enumerate(rewards)]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run every test on this machine's CPU: ci/test.sh and its omitted tests, the package, the site, trainers, and the
-# oldest supported megatron-core.
+# Run every test on this machine's CPU: ci/test.sh and its omitted tests, the package, the site, trainers, a
+# real model, and the oldest supported megatron-core.
 #
 #   bash ci/full.sh
 #   TRAINERS=/folder bash ci/full.sh       # with trainer tests, which skip otherwise (ci/trainers.sh)

@@ -9,7 +9,6 @@ PYTHON="${PYTHON:-python}"            # of your container or environment
 ROLLOUTS="${ROLLOUTS:-rollouts}"      # folder of Parquet or JSON Lines files: docs/rollout_files.md
 RUN_DIR="${RUN_DIR:-runs/$(basename "$0" | cut -d. -f1)}"
 
-export CUDA_DEVICE_MAX_CONNECTIONS=1  # Megatron requires it for a split model: communication before computation
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # After SIGTERM, ranks have ten minutes instead of 30 seconds to finish their step and write a checkpoint.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"

@@ -233,7 +233,7 @@ def _problems(args: Namespace) -> Iterator[str]:
     if args.save_hf and not args.hf_model:
         yield f"--save-hf {args.save_hf} requires --hf-model"
     if args.save_hf and Path(args.save_hf).exists():
-        yield f"--save-hf {args.save_hf} exists: remove it, or give another folder"
+        yield f"--save-hf {args.save_hf} exists: remove it, or give a different folder"
     if args.save and (args.save_interval or 0) < 1:
         yield f"--save {args.save} requires --save-interval, the steps between checkpoints"
     if args.ckpt_format != "torch_dist":

@@ -125,13 +125,18 @@ def settle_per_token_mode(
 
 def _scales_inner_losses(trainer: Mapping[str, Any]) -> bool:
     """Return whether Megatron adds losses inside the model, which per-token mode rescales."""
+    has_experts = bool(trainer.get("num_experts"))
+    return bool(trainer.get("mtp_num_layers")) or (has_experts and routers_have_loss(trainer))
+
+
+def routers_have_loss(settings: Mapping[str, Any]) -> bool:
+    """Return whether routers with these Megatron settings have a loss."""
     kinds, coefficients = (
         value if isinstance(value, (list, tuple)) else [value]
         for value in (
-            trainer.get("moe_router_load_balancing_type", "aux_loss"),
-            trainer.get("moe_aux_loss_coeff"),
+            settings.get("moe_router_load_balancing_type", "aux_loss"),
+            settings.get("moe_aux_loss_coeff"),
         )
     )
     balances = any(coefficients) and not BALANCING_LOSSES.isdisjoint(kinds)
-    router_has_loss = balances or trainer.get("moe_z_loss_coeff")
-    return bool(trainer.get("mtp_num_layers") or (trainer.get("num_experts") and router_has_loss))
+    return balances or bool(settings.get("moe_z_loss_coeff"))

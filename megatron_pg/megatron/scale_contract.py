@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import versions
-from megatron_pg.config.aggregation import BALANCING_LOSSES
+from megatron_pg.config.aggregation import routers_have_loss
 from megatron_pg.step.totals import StepTotals
 
 Metrics = Mapping[str, Tensor]
@@ -128,11 +128,5 @@ def has_router_loss(model_config: Any) -> bool:
     """Tell whether per-token mode scales an auxiliary loss of this model's experts by local
     tokens.
     """
-    if not getattr(model_config, "num_moe_experts", None):
-        return False
-    coefficient = getattr(model_config, "moe_aux_loss_coeff", 0.0)
-    coefficients = coefficient if isinstance(coefficient, (list, tuple)) else [coefficient]
-    kind = getattr(model_config, "moe_router_load_balancing_type", "aux_loss")
-    kinds = kind if isinstance(kind, (list, tuple)) else [kind]
-    balances = any(coefficients) and not BALANCING_LOSSES.isdisjoint(kinds)
-    return balances or bool(getattr(model_config, "moe_z_loss_coeff", None))
+    has_experts = bool(getattr(model_config, "num_moe_experts", None))
+    return has_experts and routers_have_loss(vars(model_config))

@@ -133,8 +133,7 @@ class Sample:
     """The sample's identity in the checksum. A new sample gets its own number, and
     `dataclasses.replace` keeps it."""
     trained_in: Any = dataclasses.field(default=None, repr=False, compare=False)
-    """The totals of the step that used the sample under `--old-log-probs current`, which sets
-    it."""
+    """The totals of the step that trained on the sample. `--old-log-probs current` sets it."""
 
     if TYPE_CHECKING:
         # Callers may pass more types than are stored.

@@ -42,9 +42,9 @@ A row covers:
 - two kinds of samples. *Ragged*: a fully masked sample, one without response, one of a single
   response token, rollouts of two samples, prompt groups spread over data-parallel ranks. *Short*:
   context-parallel ranks without a response token.
-- every legal cut: equally many micro-batches of uneven size on all ranks, one more on each next
-  data-parallel rank (without expert parallelism, whose ranks exchange tokens in every micro-batch),
-  and an empty micro-batch.
+- every legal split into micro-batches: equally many of uneven size on all ranks, one more on each
+  next data-parallel rank (without expert parallelism, whose ranks exchange tokens in every
+  micro-batch), and an empty one.
 - per micro-batch and per token, and from DP 2 or CP 2 on also the distributed optimizer, the
   average in the collective, and overlapped reduction.
 

@@ -189,6 +189,17 @@ def padding_is_counted() -> None:
     policy_step.padding_mask = lambda batch: torch.zeros_like(batch.tokens, dtype=torch.bool)[None]
 
 
+def an_empty_micro_batch_has_a_token() -> None:
+    right = policy_step.padding_mask
+
+    def padding_mask(batch):
+        mask = right(batch)
+        mask[0, 0] &= bool(batch.samples) or batch.window.cp_rank > 0
+        return mask
+
+    policy_step.padding_mask = padding_mask
+
+
 def a_mean_of_the_ranks_means() -> None:
     def apply_z_loss(router, *args, **keywords):
         return type(router).apply_z_loss(router, *args, **keywords)
@@ -224,6 +235,8 @@ def a_sum_averaged_over_ranks() -> None:
 MUTANTS = [
     (padding_is_counted, False, "CP2", OPTIONS),
     (padding_is_counted, True, "CP2", OPTIONS),
+    (an_empty_micro_batch_has_a_token, False, "PP2 VPP2 CP2", replace(OPTIONS, num_layers=4)),
+    (an_empty_micro_batch_has_a_token, True, "PP2 VPP2 CP2", replace(OPTIONS, num_layers=4)),
     (a_mean_of_the_ranks_means, False, "CP2", OPTIONS),
     (a_mean_of_the_ranks_means, True, "CP2", OPTIONS),
     (active_tokens_alone, True, "CP2", OPTIONS),

@@ -56,7 +56,7 @@ def dry_runs(processes: list[tuple[int, list[str]]]) -> list[str]:
     """
     from train import main
 
-    os.environ |= {"RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    os.environ["RANK"] = "0"
     texts = []
     for world_size, arguments in processes:
         os.environ["WORLD_SIZE"] = str(world_size)

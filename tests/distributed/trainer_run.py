@@ -160,7 +160,7 @@ def start_script(
     """
     context = fork_server()
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment |= {"WORLD_SIZE": str(world_size), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment["WORLD_SIZE"] = str(world_size)
     ranks: Ranks = []
     for rank in range(world_size):
         own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -76,11 +76,11 @@ def test_refusals() -> None:
 
 def test_interpolated_old_log_probs_have_the_version_of_the_step() -> None:
     config = PolicyLossConfig(policy_loss="ppo", old_log_probs="interpolated")
-    one = Sample([0, 1, 2], 2, [1, 1], 1.0, rollout_log_probs=[-2.0, -2.0], policy_version=3)
+    one = Sample([0, 1, 2], 2, [1, 1], 1.0, rollout_log_probs=[-1.2, -1.2], policy_version=3)
     log_probs = torch.tensor([-1.0, -1.0])
     losses = [StepLoss(config, step_totals([one]), v)([log_probs], [one]) for v in (3, 5)]
-    ratio = min(math.exp(-1.0 - (-1.5)), 1.2)  # alpha is 1 / 2
-    assert [float(loss) for loss in losses] == pytest.approx([-1.0, -ratio])
+    # alpha is 0, then 1 / 2.
+    assert [float(loss) for loss in losses] == pytest.approx([-1.0, -math.exp(0.1)])
 
 
 @pytest.mark.parametrize(
